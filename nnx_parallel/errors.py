@@ -71,6 +71,10 @@ class CheckpointError(NnxParallelError, RuntimeError):
   """A checkpoint that is missing, incomplete, damaged, or does not fit its target."""
 
 
+class DamagedError(CheckpointError):
+  """A checkpoint whose files or values differ from the saved ones; another may be taken instead."""
+
+
 class HostError(NnxParallelError, RuntimeError):
   """Processes that did not start, did not arrive at a call, failed, or do not agree on a value."""
 

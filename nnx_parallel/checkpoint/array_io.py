@@ -1,10 +1,9 @@
 """The arrays of a step on disk: Orbax writes them, TensorStore reads them.
 
 Orbax merges the arrays of an item into a few files (OCDBT), without compression: on local disks that is
-faster in both directions. Each chunk ends with a CRC-32C, so a read that meets a wrong bit fails. The step
-folder is an ordinary Orbax checkpoint, readable with `orbax.checkpoint.v1.load_checkpointables` and a target.
-Orbax cannot load it in a job of several processes: it counts its loads, and all processes must make equally
-many, but a process that verifies its share, or meets damage, makes more loads than the others.
+faster in both directions. Each chunk ends with a CRC-32C, so a read that meets a wrong bit fails. The folder
+is an ordinary Orbax checkpoint. Orbax cannot load it in a job of several processes, which must make equally
+many loads: a process that verifies its share, or meets damage, makes more than the others.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,15 +26,16 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils  # tests/test_upstream.py checks it
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.storage import is_local, kvstore_of
+from nnx_parallel.checkpoint.storage import is_local
 
+T = TypeVar("T")
 MERGED = "manifest.ocdbt"  # the file of an item that finds all others
 _CLEAN_UP_S = 10.0  # other writes should end within this time
 _NODES_BYTES = 64 << 20  # of the trees of names in merged files
 # Below this a replicated array is written by one process, not cut into one file per replica.
 _SMALLEST_REPLICA_SLICE = 4 << 20
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-_CHECKED: set[str] = set()  # the folders that are being written, whose chunks get a CRC-32C
+_writing: set[str] = set()  # the folders whose chunks get a CRC-32C
 
 Box = tuple[tuple[int, int], ...]
 """The start and stop of a shard along each dim."""
@@ -48,7 +48,7 @@ def _let_orbax_write_checksums() -> None:
 
   def with_checksums(info: Any, *args: Any, **kwargs: Any) -> Any:
     spec = build(info, *args, **kwargs)
-    if any(info.parent_dir.as_posix().startswith(folder) for folder in [*_CHECKED]):
+    if any(info.parent_dir.as_posix().startswith(folder) for folder in [*_writing]):
       array = spec.json
       array.get("base", array)["metadata"]["codecs"] = _CODECS
     return spec
@@ -67,37 +67,45 @@ def start_save(
   """Starts writing arrays, by item and folder; the returned function waits, and raises the write's error.
 
   Each wait takes at most `seconds`, and may be repeated after a `TimeoutError`. If one process cannot write,
-  Orbax makes the other processes wait up to twenty minutes for it: see `Block.wait_for`. In the background,
-  all arrays are copied off the devices before this returns; otherwise the copies that exist at a time stay
-  within the budget.
+  Orbax makes the others wait up to twenty minutes for it: see `Block.wait_for`. In the background, all arrays
+  are copied off the devices before this returns; otherwise the copies at a time stay within the budget.
   """
   _let_orbax_write_checksums()
-  context = _context()
-  budget = _write_budget(items, byte_budget)
+  context = ocp.Context()
+  saving = context.array_options.saving
+  saving.use_compression = False
+  saving.enable_write_sharding_file = False  # the manifest has the layouts; it takes a third of the time
+  saving.array_metadata_store = None  # TensorStore finds the shapes of chunks in the arrays
+  saving.enable_post_merge_validation = False
+  saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
+  saving.storage_options.chunk_byte_size = chunk_bytes
   # Within the budget, all arrays are written in one transaction, which makes the fewest files.
-  in_one = host_bytes_to_save(items, byte_budget=byte_budget, background=True) <= byte_budget
-  context.memory_options.write_concurrent_bytes = None if in_one else budget
-  context.memory_options.transfer_concurrent_bytes = None if background or in_one else budget
-  context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
+  budget, copies = _write_budget(items, byte_budget)
+  budget = None if copies <= byte_budget else budget
+  context.memory_options.write_concurrent_bytes = budget
+  context.memory_options.transfer_concurrent_bytes = None if background else budget
   # Else the writes of one item, which need the same cores, begin before the next item is copied.
   folders_later = background and jax.process_count() == 1 and is_local(step_dir)
   if folders_later:
     _require_folders(step_dir, items)
   context.async_options.create_directories_asynchronously = folders_later
-  _CHECKED.add(step_dir.as_posix())
-  with context, quiet():
-    response: Any = ocp.save_checkpointables_async(
-      step_dir, {name: dict(tree) for name, tree in items.items()}
-    )
-  return functools.partial(_result, response, step_dir.as_posix())
+  _writing.add(folder := step_dir.as_posix())
+  with quiet(), context:
+    response: Any = ocp.save_checkpointables_async(step_dir, {name: dict(items[name]) for name in items})
+
+  def wait(seconds: float) -> None:
+    try:
+      with quiet():
+        _wait(response, seconds)
+    finally:
+      if response._thread_runner._future.done():
+        _writing.discard(folder)
+
+  return wait
 
 
 def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
-  """Makes the folders that a save needs, and deletes them.
-
-  If Orbax cannot make a folder in the background, its threads wait for twenty minutes, and the process cannot
-  end before.
-  """
+  """Raises where a folder cannot be made: in the background, Orbax would wait for it for twenty minutes."""
   try:
     for name in items:
       (step_dir / name / "ocdbt.process_0").mkdir(parents=True)
@@ -105,37 +113,42 @@ def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
     step_dir.rmtree(missing_ok=True)
 
 
-def _result(response: Any, folder: str, seconds: float) -> None:
-  """As `response.result`, without its endless clean-up after a failure.
-
-  Orbax then waits for the other items, and they wait for the other processes, which may have failed too.
-  """
-  if jax.process_count() == 1:
+def _wait(response: Any, seconds: float) -> None:
+  """As `response.result`, without its endless clean-up after a failure: it waits for the other processes."""
+  future = response._thread_runner._future  # tests/test_upstream.py checks these
+  if jax.process_count() == 1 or (failed := future.exception(seconds)) is None:
     response.result(seconds)
-  else:
-    failed = response._thread_runner._future.exception(seconds)  # tests/test_upstream.py checks these
-    if failed is None:
+    return
+
+  def clean_up() -> None:
+    with contextlib.suppress(Exception):  # it is raised below
       response.result()
-    else:
-      clean_up = threading.Thread(target=_ignore_failure, args=(response,), daemon=True)
-      clean_up.start()
-      clean_up.join(_CLEAN_UP_S)
-      raise failed
-  _CHECKED.discard(folder)
 
-
-def _ignore_failure(response: Any) -> None:
-  with contextlib.suppress(Exception):  # it is raised elsewhere
-    response.result()
+  thread = threading.Thread(target=clean_up, daemon=True)
+  thread.start()
+  thread.join(_CLEAN_UP_S)
+  raise failed
 
 
 def host_bytes_to_save(
   items: Mapping[str, Mapping[str, Array]], *, byte_budget: int, background: bool
 ) -> int:
   """Most host memory that `start_save` takes on this process beyond the arrays."""
-  arrays = [array for tree in items.values() for array in tree.values()]
-  copies = sum(_bytes_here(array, replicas=False) for array in arrays)
-  return copies if background else min(copies, _write_budget(items, byte_budget))
+  budget, copies = _write_budget(items, byte_budget)
+  return copies if background else min(copies, budget)
+
+
+def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> tuple[int, int]:
+  """The budget, above any array here with its replicas, which Orbax asks for; and the bytes of all arrays."""
+  largest = copies = 0
+  for array in (array for tree in items.values() for array in tree.values()):
+    if isinstance(array, np.ndarray):
+      shards = [(array.nbytes, 0)]
+    else:
+      shards = [(shard.data.nbytes, shard.replica_id) for shard in array.addressable_shards]
+    largest = max(largest, sum(nbytes for nbytes, _ in shards))
+    copies += sum(nbytes for nbytes, replica in shards if replica == 0)
+  return max(byte_budget, largest + 1), copies
 
 
 @contextlib.contextmanager
@@ -154,30 +167,6 @@ def quiet() -> Generator[None]:
     logger.removeFilter(is_of_others)
 
 
-def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
-  # Orbax refuses an array that is larger than its budget.
-  arrays = [array for tree in items.values() for array in tree.values()]
-  return max(byte_budget, *(_bytes_here(array, replicas=True) + 1 for array in arrays))
-
-
-def _bytes_here(array: Array, *, replicas: bool) -> int:
-  """Bytes of this process's shards: of all replicas, or of the first only."""
-  if isinstance(array, np.ndarray):
-    return array.nbytes
-  return sum(s.data.nbytes for s in array.addressable_shards if replicas or s.replica_id == 0)
-
-
-def _context() -> ocp.Context:
-  context = ocp.Context()
-  saving = context.array_options.saving
-  saving.use_compression = False
-  saving.enable_write_sharding_file = False  # the manifest has the layouts; it takes a third of the time
-  saving.array_metadata_store = None  # TensorStore finds the shapes of chunks in the arrays
-  saving.enable_post_merge_validation = False
-  saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
-  return context
-
-
 def read(
   folder: epath.Path,
   stored: Mapping[str, jax.ShapeDtypeStruct],
@@ -185,12 +174,12 @@ def read(
   *,
   byte_budget: int,
   merged: bool = True,
-) -> dict[str, Array]:
-  """Reads arrays of an item into their targets' shardings; each process reads its own shards, independently.
+) -> Iterator[tuple[str, Array | Exception]]:
+  """Yields arrays of an item in their targets' shardings, or the error of reading one.
 
-  A target without a sharding means a numpy array. Its shape may be larger than the stored shape; the rest is
-  zero. Half of the budget is for shards being read, unless one array is larger, and half for chunks that
-  several shards share. A damaged file raises a `ValueError`. `merged=False` reads the folders of format 5.
+  Each process reads its own shards, independently. A target without a sharding means a numpy array. Its shape
+  may be larger than the stored shape; the rest is zero. Half of the budget is for shards being read, unless
+  one array is larger, and half for chunks that several shards share. `merged=False`: folders of format 5.
   """
   # Each array has its own cache, which ends with it: a shared cache would stay full of chunks that were read.
   sizes, half = {name: shard_bytes(target) for name, target in targets.items()}, byte_budget // 2
@@ -200,34 +189,44 @@ def read(
     context = ts.Context({"cache_pool": {"total_bytes_limit": min(sizes[name], half)}}, nodes)
     return _open(folder, name, stored[name], context, merged=merged)
 
-  opened = {name: start_opening(name) for name in stored}
-  arrays: dict[str, Array] = {}
-  reading: collections.deque[tuple[str, dict[Box, tuple[Any, Any]]]] = collections.deque()
+  opened = {name: _attempt(lambda name=name: start_opening(name)) for name in stored}
+  reading = collections.deque[tuple[str, dict[Box, tuple[Any, Any]] | Exception]]()
   in_flight = 0
 
-  def finish_one() -> None:
+  def start(name: str) -> dict[Box, tuple[Any, Any]] | Exception:
+    future = opened.pop(name)
+    if isinstance(future, Exception):
+      return future
+    return _attempt(lambda: _start_reading(future.result(), targets[name]))
+
+  def finish_one() -> tuple[str, Array | Exception]:
     nonlocal in_flight
     name, reads = reading.popleft()
-    for _, read in reads.values():
-      read.result()
-    blocks = {box: block for box, (block, _) in reads.items()}
-    arrays[name] = jax.block_until_ready(_placed(targets[name], blocks))
     in_flight -= sizes[name]
+    return name, reads if isinstance(reads, Exception) else _attempt(lambda: _placed(targets[name], reads))
 
-  for name, target in targets.items():
+  for name in targets:
     while reading and in_flight + sizes[name] > half:
-      finish_one()
-    reading.append((name, _start_reading(opened.pop(name).result(), target)))
+      yield finish_one()
+    reading.append((name, start(name)))
     in_flight += sizes[name]
   while reading:
-    finish_one()
-  return arrays
+    yield finish_one()
+
+
+def _attempt(call: Callable[[], T]) -> T | Exception:
+  """What a call returns, or its error, if it may come of a damaged file."""
+  try:
+    return call()
+  except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError) as error:
+    return error
 
 
 def _open(
   folder: epath.Path, name: str, form: jax.ShapeDtypeStruct, context: ts.Context, *, merged: bool
 ) -> ts.Future[ts.TensorStore]:
-  kvstore = kvstore_of(folder if merged else folder / name)
+  place = f"{os.fspath(folder if merged else folder / name)}/"
+  kvstore: Any = {"driver": "file", "path": place} if "://" not in place else place
   if merged:
     kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{name}/", "cache_pool": "cache_pool#nodes"}
   # Where a chunk is missing, it would otherwise be read as zeros.
@@ -237,7 +236,7 @@ def _open(
 
 
 def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[Box, tuple[Any, Any]]:
-  """Starts to read each distinct shard of this process: its memory, and a future. Padding is zero."""
+  """The memory of each distinct shard of this process, and the future of its read. Padding is zero."""
   reads: dict[Box, tuple[Any, Any]] = {}
   for index in _indices(target):
     box = _box(index, target.shape)
@@ -250,19 +249,19 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
   return reads
 
 
-def _placed(target: jax.ShapeDtypeStruct, blocks: Mapping[Box, Any]) -> Array:
+def _placed(target: jax.ShapeDtypeStruct, reads: Mapping[Box, tuple[Any, Any]]) -> Array:
+  """The array of its shards, once they are read."""
+  for _, read in reads.values():
+    read.result()
+  shape = target.shape
   if target.sharding is None:
-    return blocks[_box(None, target.shape)]
-  return jax.make_array_from_callback(
-    target.shape, target.sharding, lambda index: blocks[_box(index, target.shape)]
-  )
+    return reads[_box(None, shape)][0]
+  made = jax.make_array_from_callback(shape, target.sharding, lambda index: reads[_box(index, shape)][0])
+  return jax.block_until_ready(made)
 
 
 def _unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-  """Zeros that jax copies. It would share memory at a multiple of 64, and a step cannot donate shared memory.
-
-  `jax.device_put(may_alias=False)` copies only from jax 0.12 on.
-  """
+  """Zeros that jax copies: a step cannot donate shared memory, which it would make at a multiple of 64."""
   size = math.prod(shape) * dtype.itemsize
   memory = np.zeros(size + 96, np.uint8)
   start = -memory.ctypes.data % 64 + 32

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import manifest, restore
@@ -27,7 +28,7 @@ PreservationPolicy = policies.PreservationPolicy
 
 
 class Saved(NamedTuple):
-  """A step as the policies of Orbax read it; the metrics are None where the step has no comparable one."""
+  """A step as the policies of Orbax read it, without metrics where it has no comparable one."""
 
   step: int
   time: datetime.datetime
@@ -36,13 +37,7 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """Keeps the steps that a policy of Orbax keeps, the best by a metric, and always the newest step.
-
-  Attributes:
-    keep: the number of newest steps to keep, or a policy; None keeps all.
-    best: the metric that `step="best"` compares.
-    mode: `min` or `max`: whether small or large values of the metric are best.
-  """
+  """Keeps the steps that a policy of Orbax keeps, the best by a metric, and always the newest step."""
 
   keep: int | PreservationPolicy | None = None
   best: str | None = None
@@ -50,11 +45,9 @@ class Retention:
 
   def __post_init__(self) -> None:
     one_of("best_mode", self.mode, ("min", "max"))
-    if not isinstance(self.keep, PreservationPolicy | None) and whole(self.keep, least=1) is None:
-      raise CheckpointError(
-        f"max_to_keep={self.keep!r} is not a number of steps from 1 up.",
-        fix="pass 1 or more, None, or a policy of orbax.checkpoint.v1.training.preservation_policies.",
-      )
+    if not isinstance(self.keep, PreservationPolicy | None):
+      fix = "pass 1 or more, None, or a policy of orbax.checkpoint.v1.training.preservation_policies."
+      whole("max_to_keep", self.keep, 1, "a number of steps", fix)
 
   def best_of(self, headers: Mapping[int, Header | None]) -> int | None:
     """The step with the best metric, the newest of equals; NaN counts as not having the metric."""
@@ -72,75 +65,75 @@ class Retention:
     if self.keep is None or not known:
       return []
     policy = self.keep if isinstance(self.keep, PreservationPolicy) else policies.LatestN(self.keep)
-    utc = datetime.UTC
-    saved = [
-      Saved(x.step, datetime.datetime.fromtimestamp(x.time, utc), self._metrics(x)) for x in known[::-1]
-    ]
+    when = [datetime.datetime.fromtimestamp(header.time, datetime.UTC) for header in known]
+    saved = [Saved(x.step, time, self._metrics(x)) for x, time in zip(known, when, strict=True)][::-1]
     kept = policy.should_preserve(cast(Any, saved), context=policies.PreservationContext())
     always = {known[0].step, self.best_of(headers)}
     return sorted(x.step for x, stays in zip(saved, kept, strict=True) if not stays and x.step not in always)
 
 
-@dataclasses.dataclass(frozen=True)
-class Catalog:
-  """The order of the steps in a directory, looked up anew at each call.
+class Catalog(Storage):
+  """The steps of a directory in their order, looked up anew at each call."""
 
-  Attributes:
-    storage: the steps.
-    retention: decides which step is best and which may be deleted.
-  """
-
-  storage: Storage
-  retention: Retention
+  def __init__(self, directory: epath.Path, retention: Retention):
+    super().__init__(directory)
+    self.retention = retention
 
   def manifest(self, step: int) -> Manifest:
     """Reads and checks the manifest of a step."""
-    found = manifest.read(self.storage.folder(step))
+    found = manifest.read(self.folder(step))
     if found.step != step:
       raise damage(step, [f"{manifest.FILE} is from step {found.step}"])
     return found
 
   def headers(self) -> dict[int, Header | None]:
     """The header of each step; None where it is damaged, or another program wrote the folder."""
-    found: dict[int, Header | None] = dict.fromkeys(self.storage.unrecognised_steps())
-    for step in self.storage.steps():
+    found: dict[int, Header | None] = dict.fromkeys(self.unrecognised_steps())
+    for step in self.steps():
       found[step] = None
       with contextlib.suppress(CheckpointError):
-        header = manifest.read_header(self.storage.folder(step))
+        header = manifest.read_header(self.folder(step))
         found[step] = header if header.step == step else None
     return found
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, in their sizes, or None."""
-    steps = self.storage.steps()
+    steps = self.steps()
     while steps:
-      found = self.storage.identity(step := steps.pop())
+      found = self.identity(step := steps.pop())
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
-        if not restore.damaged_files(self.storage.folder(step), record, record.files, hashed=False):
+        if not restore.damaged_files(self.folder(step), record, record.files):
           return step
-      if found is None or self.storage.identity(step) != found:  # a writer removed or replaced it in between
-        steps = self.storage.steps()
+      if found is None or self.identity(step) != found:  # a writer removed or replaced it in between
+        steps = self.steps()
     return None
 
   def older(self, step: int) -> list[int]:
     """The steps before this one, damaged ones too, in order."""
-    return sorted(
-      other for other in [*self.storage.steps(), *self.storage.unrecognised_steps()] if other < step
-    )
+    found = [*self.steps(), *self.unrecognised_steps()]
+    return sorted(other for other in found if other < step)
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
     return self.retention.best_of(self.headers())
 
-  def expired(self) -> list[int]:
-    """The steps that need not be kept; never the newest, nor a damaged step."""
-    return self.retention.expired(self.headers()) if self.keeps_some else []
+  def delete_old(self, saved: int) -> None:
+    """Deletes the steps that need not be kept, and this package's that were set aside; never a damaged step.
 
-  @property
-  def keeps_some(self) -> bool:
-    """Whether steps are deleted at all."""
-    return self.retention.keep is not None
+    A failure is a warning: it undoes no save.
+    """
+    if self.retention.keep is None:
+      return
+    why = "the old steps could not be listed"
+    try:
+      doomed = [(step, False) for step in self.retention.expired(self.headers())]
+      doomed += [(step, True) for step, folder in self.aside().items() if (folder / manifest.FILE).exists()]
+      for step, aside in doomed:
+        why = f"step {step}, which need not be kept, could not be removed"
+        self.delete(step, aside=aside)
+    except OSError as error:
+      warnings.warn(f"step {saved} is saved, but {why}: {error}", stacklevel=2)
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number of the step that a number, `"latest"` (also None) or `"best"` means.
@@ -148,98 +141,77 @@ class Catalog:
     The latest may be damaged, or have no manifest; reading it raises.
     """
     if step is None or step == "latest":
-      steps = self.storage.steps()
-      number = max([*steps, *self.storage.unrecognised_steps()]) if steps else None
+      steps = self.steps()
+      number = max([*steps, *self.unrecognised_steps()]) if steps else None
     elif step == "best":
       if self.retention.best is None:
-        raise CheckpointError(
-          'step="best" is unknown: no metric decides which step is best.',
-          fix='Checkpointer(directory, best="loss"), the name of a metric that was saved.',
-        )
+        fix = 'Checkpointer(directory, best="loss"), the name of a metric that was saved.'
+        raise CheckpointError('step="best" is unknown: no metric decides which step is best.', fix=fix)
       number = self.best()
     elif isinstance(step, str):
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
     else:
-      folder = self.storage.folder(number := as_step(step))
-      if not ((folder / manifest.FILE).exists() or (not whole and self.storage.is_unrecognised(number))):
+      folder = self.folder(number := as_step(step))
+      if not ((folder / manifest.FILE).exists() or (not whole and self.is_unrecognised(number))):
         number = None
-    if number is None:
-      raise self._no_step(step)
-    return number
+    if number is not None:
+      return number
+    steps, others = self.steps(), self.unrecognised_steps()
+    details = f"complete steps: {steps or 'none'}"
+    if others:
+      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {others}"
+    if not self.directory.exists():
+      details = "there is no such directory"
+    latest = "a checkpoint"
+    known = {None: latest, "latest": latest, "best": f"a step with the metric {self.retention.best!r}"}
+    what = known[step] if isinstance(step, str | None) else f"step {step}"
+    fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
+    raise CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
 
-  def check_place(self, step: int, *, resumed: int | None, overwrite: bool) -> None:
+  def make_place(self, step: int, *, resumed: int | None, overwrite: bool) -> None:
     """Checks that a step can be saved; sets the steps aside that a run left behind.
 
     `resumed` is the step that the run resumed from, if it has saved no step since.
     """
-    if resumed is not None and (aside := self.storage.set_aside(resumed)):
-      warnings.warn(
-        f"the run continues from step {resumed}, so the later steps {aside} in {self.storage.directory}"
-        " were set aside (as N.nnx-aside).",
-        NnxParallelWarning,
-        stacklevel=2,
-      )
-    self.storage.check_place(step)
-    steps = self.storage.steps()
+    if resumed is not None and (aside := self.set_aside(resumed)):
+      why = f"the run continues from step {resumed}, so the later steps {aside} in {self.directory} were"
+      warnings.warn(f"{why} set aside (as N.nnx-aside).", NnxParallelWarning, stacklevel=2)
+    self.check_place(step)
+    steps = self.steps()
+    where, newest = self.directory, max(steps, default=-1)
     if step in steps and not overwrite:
-      raise CheckpointError(
-        f"cannot save step {step}: it exists in {self.storage.directory}.",
-        details=f"steps: {steps}",
-        fix="pass overwrite=True to replace it once the new step is complete, or use another step.",
-      )
-    if step in steps and not self.storage.can_replace():
-      raise CheckpointError(
-        f"cannot replace step {step} in {self.storage.directory}: renames are not atomic there.",
-        fix="save under another step, or delete this one first.",
-      )
-    if step not in steps and (newest := max(steps, default=-1)) > step:
+      what, details = f"it exists in {where}", f"steps: {steps}"
+      fix = "pass overwrite=True to replace it once the new step is complete, or use another step."
+    elif step in steps and not self.local:
+      what, details = f"it exists in {where}", "it cannot be replaced: renames are not atomic there"
+      fix = "save under another step, or delete this one first."
+    elif step not in steps and newest > step:
       earlier = max((other for other in steps if other < step), default=None)
       resume = f"to continue from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
-      raise CheckpointError(
-        f"cannot save step {step}: {self.storage.directory} holds newer steps.",
-        details=f"the newest is step {newest}",
-        fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
-      )
-
-  def _no_step(self, step: int | str | None) -> CheckpointError:
-    steps = self.storage.steps()
-    unrecognised = self.storage.unrecognised_steps()
-    details = f"complete steps: {steps or 'none'}"
-    if unrecognised:
-      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {unrecognised}"
-    what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
-    if step == "best":
-      what = f"a step with the metric {self.retention.best!r}"
-    fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
-    if not self.storage.directory.exists():
-      details = "there is no such directory"
-    return CheckpointError(f"cannot find {what} in {self.storage.directory}.", details=details, fix=fix)
+      what, details = f"{where} holds newer steps", f"the newest is step {newest}"
+      fix = f"{resume if earlier is not None else ''}for another run, choose another directory."
+    else:
+      return
+    raise CheckpointError(f"cannot save step {step}: {what}.", details=details, fix=fix)
 
 
-def whole(value: object, *, least: int) -> int | None:
-  """The value as an int, or None if it is not an integer of at least `least`."""
-  try:
+def whole(name: str, value: object, least: int, what: str, fix: str) -> int:
+  """An argument that is a whole number of at least `least`."""
+  with contextlib.suppress(TypeError):
     number = operator.index(value)  # pyright: ignore[reportArgumentType]
-  except TypeError:
-    return None
-  return None if isinstance(value, bool) or number < least else number
+    if not isinstance(value, bool) and least <= number < 2**63:
+      return number
+  shown = f"{name}={value!r}" if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
+  raise CheckpointError(f"{shown} is not {what} from {least} up.", fix=fix)
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-  """Checks an argument that takes one of a few values, and returns it."""
+  """An argument that takes one of a few values."""
   if value not in known:
-    *most, last = (f'"{word}"' for word in known)
-    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass {', '.join(most)} or {last}.")
+    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass one of {', '.join(map(repr, known))}.")
   return value
 
 
 def as_step(step: object) -> int:
   """The number of a step."""
-  number = whole(step, least=0)
-  if number is None or number >= 2**63:
-    shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
-    raise CheckpointError(
-      f"{shown} is not a step.",
-      fix="a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer).",
-    )
-  return number
+  return whole("step", step, 0, "a step", "a number below 2**63 comes first: save(100, model, optimizer).")

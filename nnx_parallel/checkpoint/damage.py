@@ -1,38 +1,41 @@
-"""Errors of steps that are damaged, removed, or cannot be read at the moment.
-
-Only damage lets a restore take an older step instead. A limit on open files or a missing permission is no
-damage.
-"""
+"""Errors of steps that cannot be read or written. Only damage lets a restore take an older step instead."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Generator, Iterator, Sequence
 
 from etils import epath
 
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, DamagedError
 
+# Errors of this machine, by number, and by the messages of TensorStore and of Python at a limit on threads.
 _NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
-# The messages of TensorStore for the same.
 _TEXTS = (
-  "RESOURCE_EXHAUSTED",
-  "PERMISSION_DENIED",
-  "Too many open files",
-  "Cannot allocate memory",
-  # Python's own, at a limit on threads and when the script has ended.
-  "can't start new thread",
-  "can't create new thread",
-  "cannot schedule new futures",
-)
-
-
-class DamagedError(CheckpointError):
-  """A checkpoint whose files or values differ from the saved ones."""
+  "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory",
+  "can't start new thread", "can't create new thread", "cannot schedule new futures",
+)  # fmt: skip
+# Why a save fails, what helps, and how its error is known.
+_UNTOUCHED = "; the steps saved before are untouched."
+_REASONS = (
+  ("too many files are open", "raise the limit (ulimit -n), or close files.",
+   {errno.EMFILE, errno.ENFILE}, ("Too many open files",)),
+  ("the disk is full", f"free some space{_UNTOUCHED}",
+   {errno.ENOSPC, errno.EDQUOT}, ("No space left", "RESOURCE_EXHAUSTED")),
+  ("it may not be written", "choose a directory that this user can write to.",
+   {errno.EACCES, errno.EPERM, errno.EROFS}, ("Permission denied",)),
+  ("a file is in the way", "choose a directory, not a file.", {errno.ENOTDIR, errno.EEXIST}, ()),
+)  # fmt: skip
 
 
 class VanishedError(CheckpointError):
   """A checkpoint that another process removed or replaced while it was read."""
+
+  def __init__(self, step_dir: epath.Path):
+    fix = "take another step: Checkpointer(...).steps() lists the steps."
+    super().__init__(f"{step_dir} vanished: another process removed or replaced it.", fix=fix)
 
 
 def damage(step: object, problems: Sequence[str]) -> DamagedError:
@@ -45,16 +48,7 @@ def damage(step: object, problems: Sequence[str]) -> DamagedError:
   )
 
 
-def vanished(step_dir: epath.Path) -> VanishedError:
-  """The error for a step that another process removed or replaced."""
-  return VanishedError(
-    f"{step_dir} vanished: another process removed or replaced it.",
-    fix="take another step: Checkpointer(...).steps() lists the steps.",
-  )
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-  """An error, its cause, the cause of the cause, and so on."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
   while error is not None:
     yield error
     error = error.__cause__ or error.__context__
@@ -62,15 +56,37 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def raise_transient(error: BaseException, what: str) -> None:
   """Raises if the cause of an error is this machine and not the checkpoint."""
-  found = (
+  found = [
     cause
-    for cause in causes(error)
+    for cause in _causes(error)
     if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NUMBERS)
-  )
-  cause = next(found, None)
-  if cause is not None or any(text in str(error) for text in _TEXTS):
+  ]
+  if found or any(text in str(error) for text in _TEXTS):
+    why = getattr(found[0], "strerror", None) if found else None
     raise CheckpointError(
-      f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
+      f"cannot read {what}: {why or type(error).__name__}.",
       details=str(error)[:300],
       fix="remove the cause and try again; this is not a sign of damage.",
+    ) from error
+
+
+@contextlib.contextmanager
+def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
+  """Turns errors of the operating system or Orbax in its block into a `CheckpointError`."""
+  try:
+    yield
+  except CheckpointError:
+    raise
+  except (OSError, ValueError, RuntimeError, TypeError) as error:
+    code, text = (
+      next((cause.errno for cause in _causes(error) if isinstance(cause, OSError)), None),
+      f"{error}",
+    )
+    why, fix = type(error).__name__, f"see the cause above{_UNTOUCHED}"
+    for known, helps, numbers, words in _REASONS:
+      if code in numbers or any(word in text for word in words):
+        why, fix = known, helps
+        break
+    raise CheckpointError(
+      f"cannot {doing} in {os.fspath(directory)}: {why}.", details=text[:500] or repr(error), fix=fix
     ) from error

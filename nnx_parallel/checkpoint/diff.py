@@ -14,18 +14,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint import array_io, encoding
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
-from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import Shown
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.leaf import HOST_KINDS
+from nnx_parallel.layout.relayout import is_on_host, layout_text
 
 _MOST_ROWS, _MOST_LAYOUTS, _MOST_RENAMES = 12, 3, 6
 _NOTHING = ItemRecord({}, {})
@@ -34,13 +31,7 @@ Found = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class TargetLeaf:
-  """One leaf of a target.
-
-  Attributes:
-    struct: the array to make: its global shape with padding, dtype and sharding; None as the sharding
-      means a numpy array.
-    shape: logical global shape, without padding.
-  """
+  """The array to make, with padding (without a sharding: a numpy array), and its logical global shape."""
 
   struct: jax.ShapeDtypeStruct
   shape: tuple[int, ...]
@@ -48,15 +39,10 @@ class TargetLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """The leaves that a restore fills.
+  """The leaves that a restore fills: arrays by item and path, and the paths of JSON values by item.
 
-  Attributes:
-    leaves: the arrays to read, by item and path.
-    values: the paths of leaves that are JSON values, by item.
-    build: makes the result from the read arrays and values; omitted leaves keep the target's values, or get
-      the values of `init`.
-    left_out: paths of the target that a filter does not choose, by item.
-    drops_optimizer: whether a saved optimizer is not restored on purpose.
+  `build` makes the result from what was read; omitted leaves keep the target's values, or get those of
+  `init`. `left_out` are paths that a filter does not choose. `drops_optimizer`: a saved one is left.
   """
 
   leaves: Mapping[str, Mapping[str, TargetLeaf]]
@@ -83,10 +69,7 @@ class LeafPair:
 
   @property
   def stored(self) -> jax.ShapeDtypeStruct:
-    """The array to read: the stored dtype, the target's padded shape and sharding.
-
-    It has no sharding (a numpy array) where jax lacks the dtype because `jax_enable_x64` is off.
-    """
+    """The array to read, padded; a numpy array where jax lacks the dtype: `jax_enable_x64` is off."""
     struct, saved = self.target.struct, self.saved
     dtype = struct.dtype if is_key(struct.dtype) else np.dtype(saved.dtype)
     sharding = struct.sharding if _made_of(dtype) == dtype else None
@@ -103,26 +86,40 @@ class LeafPair:
     """The saved layout and the target's as text; empty where unknown."""
     return self.saved.layout, layout_text(self.target.struct.sharding)
 
+  @property
+  def wants_x64(self) -> bool:
+    """Whether jax would make another dtype of the target's, because `jax_enable_x64` is off."""
+    struct = self.target.struct
+    return struct.sharding is not None and _made_of(struct.dtype) != struct.dtype
+
+  @property
+  def wanted_type(self) -> str:
+    """The target's dtype, and what jax would make of it."""
+    dtype = self.target.struct.dtype
+    note = f" (jax would make {_made_of(dtype)} of it: jax_enable_x64 is off)" if self.wants_x64 else ""
+    return f"{encoding.dtype_name(dtype)}{note}"
+
+  def has_type(self, cast: bool) -> bool:
+    """Whether the saved dtype is the target's, or may be cast to it."""
+    wanted, saved = self.target.struct.dtype, self.saved
+    if self.wants_x64 or encoding.dtype_name(wanted) == saved.dtype:
+      return not self.wants_x64
+    is_cast = cast and not is_key(wanted) and not saved.encoding.startswith("key:")
+    return is_cast and all(
+      jax.numpy.issubdtype(x, jax.numpy.floating) for x in (wanted, np.dtype(saved.dtype))
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class Diff(Shown):
   """The differences between a checkpoint and a target, and the bytes that a restore would read.
 
-  Attributes:
-    step: the compared step.
-    matches: leaves that fit.
-    missing: leaves of the target that the checkpoint does not have, each with the nearest saved name of
-      the same shape, or None.
-    extra: saved leaves that the target does not have.
-    reshaped: leaves with another logical shape.
-    retyped: leaves with another dtype or key implementation, or with a dtype that jax cannot make now.
-    skipped: leaves left out by name.
-    misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
-    values: the saved JSON values that fill the target's, by item and the target's path.
-    bytes_read: the bytes of arrays that this process needs: its shards. Chunks are always read in full.
-    device_bytes: the maximum number of bytes on a device of this process after the restore.
-    host_bytes: the maximum host memory of this process during the restore: the byte budget, or twice the
-      largest array, and the shards of devices in host memory.
+  `matches` fit. `missing` are leaves of the target only, with the nearest saved name of the same shape,
+  `extra` those of the checkpoint only; `reshaped` have another logical shape, `retyped` another dtype, or one
+  that jax cannot make now. `skipped` were left out by name; `misspelt` are names that match no leaf, with the
+  nearest. `values` are the saved JSON values that fill the target's. `bytes_read` are those of this process's
+  shards (chunks are always read in full), `device_bytes` the most on a device after the restore, and
+  `host_bytes` the most host memory during the restore.
   """
 
   step: int
@@ -149,11 +146,14 @@ class Diff(Shown):
     return not (self.missing or self.extra or self.reshaped or self.retyped or self.misspelt)
 
   def __str__(self) -> str:
-    lines = [f"step {self.step}: {'fits' if self.fits else 'does not fit'} the target"]
-    lines += self.problems()
+    lines = [f"step {self.step}: {'fits' if self.fits else 'does not fit'} the target", *self.problems()]
     count = len(self.matches) + sum(map(len, self.values.values()))
     lines.append(f"restored: {count} leaves, left out by name: {len(self.skipped)}")
-    lines += self._changes()
+    if changes := [
+      "  {}: saved {}, wanted {}".format(match.name, *match.layouts) for match in self.resharded
+    ]:
+      lines.append(f"in another layout than saved: {len(changes)} leaves")
+      lines += _shorten(changes, _MOST_LAYOUTS, "  ")
     lines.append(
       f"this process reads {self.bytes_read:,} bytes; "
       f"at most {self.device_bytes:,} bytes per device and {self.host_bytes:,} bytes of host memory"
@@ -162,25 +162,17 @@ class Diff(Shown):
 
   def to_json(self) -> str:
     """Returns the comparison as JSON: what does not fit by leaf, and the bytes."""
-    found: dict[str, Json] = {
-      "step": self.step,
-      "fits": self.fits,
+
+    def rows(names: str, table: Iterable[tuple[Any, ...]]) -> list[dict[str, Json]]:
+      return [dict(zip(names.split(), row, strict=True)) for row in table]
+
+    names = ("step", "fits", "extra", "skipped", "bytes_read", "device_bytes", "host_bytes")
+    found = {name: getattr(self, name) for name in names} | {
       "matches": [match.name for match in self.matches],
-      "missing": [{"leaf": leaf, "nearest": nearest} for leaf, nearest in self.missing],
-      "extra": [*self.extra],
-      "reshaped": [
-        {"leaf": match.name, "saved": [*match.saved.shape], "wanted": [*match.target.shape]}
-        for match in self.reshaped
-      ],
-      "retyped": [
-        {"leaf": match.name, "saved": match.saved.dtype, "wanted": _wanted_type(match)}
-        for match in self.retyped
-      ],
-      "misspelt": [{"name": name, "nearest": nearest} for name, nearest in self.misspelt],
-      "skipped": [*self.skipped],
-      "bytes_read": self.bytes_read,
-      "device_bytes": self.device_bytes,
-      "host_bytes": self.host_bytes,
+      "missing": rows("leaf nearest", self.missing),
+      "misspelt": rows("name nearest", self.misspelt),
+      "reshaped": rows("leaf saved wanted", [(m.name, m.saved.shape, m.target.shape) for m in self.reshaped]),
+      "retyped": rows("leaf saved wanted", [(m.name, m.saved.dtype, m.wanted_type) for m in self.retyped]),
     }
     return json.dumps(found, indent=2)
 
@@ -188,19 +180,11 @@ class Diff(Shown):
     """Raises unless everything fits."""
     if self.fits:
       return
-    counts = {
-      "missing": self.missing,
-      "extra": self.extra,
-      "reshaped": self.reshaped,
-      "of another dtype": self.retyped,
-      "not found by name": self.misspelt,
-    }
-    summary = ", ".join(f"{len(rows)} {what}" for what, rows in counts.items() if rows)
-    raise CheckpointError(
-      f"cannot restore step {self.step}: it does not fit the target ({summary}).",
-      details="\n".join(self.problems()),
-      fix=self._fix(),
-    )
+    kinds = ("missing", "extra", "reshaped", "of another dtype", "not found by name")
+    wrong = (self.missing, self.extra, self.reshaped, self.retyped, self.misspelt)
+    summary = ", ".join(f"{len(rows)} {what}" for what, rows in zip(kinds, wrong, strict=True) if rows)
+    what = f"cannot restore step {self.step}: it does not fit the target ({summary})."
+    raise CheckpointError(what, details="\n".join(self.problems()), fix=self._fix())
 
   def problems(self) -> list[str]:
     """A line for each leaf that does not fit."""
@@ -210,16 +194,9 @@ class Diff(Shown):
     missing = [f"missing  {a}{kinds.get(a, hint.format(b) if b else '')}" for a, b in self.missing]
     extra = [f"extra    {a}{kinds.get(a, '')}" for a in self.extra]
     reshaped = [f"shape    {m.name}: saved {m.saved.shape}, wanted {m.target.shape}" for m in self.reshaped]
-    retyped = [f"dtype    {m.name}: saved {m.saved.dtype}, wanted {_wanted_type(m)}" for m in self.retyped]
+    retyped = [f"dtype    {m.name}: saved {m.saved.dtype}, wanted {m.wanted_type}" for m in self.retyped]
     names = [f"no leaf  {a}{f'  (nearest: {b})' if b else ''}" for a, b in self.misspelt]
     return [row for rows in (missing, extra, reshaped, retyped, names) for row in _shorten(rows)]
-
-  def _changes(self) -> list[str]:
-    changed = self.resharded
-    rows = ["  {}: saved {}, wanted {}".format(match.name, *match.layouts) for match in changed]
-    if len(changed) > _MOST_LAYOUTS:
-      rows[_MOST_LAYOUTS:] = [f"  ... and {len(changed) - _MOST_LAYOUTS} more"]
-    return [f"in another layout than saved: {len(changed)} leaves", *rows] if changed else []
 
   def _fix(self) -> str:
     wrong = [*(a for a, _ in self.missing), *self.extra, *(match.name for match in self.reshaped)]
@@ -227,11 +204,9 @@ class Diff(Shown):
     renames = _shortest_renames((a, b) for a, b in self.missing if b)
     if renames and not (is_optimizer and {b for _, b in self.missing} != {*self.extra}):
       return f"if they were renamed: restore(..., rename={renames})."
+    if is_optimizer and not self.missing and not any(match.item == "optimizer" for match in self.matches):
+      return 'plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
     if is_optimizer:
-      if not self.missing and not any(match.item == "optimizer" for match in self.matches):
-        return (
-          'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
-        )
       return (
         'another optimizer was saved, or none: restore(plan, optimizer="fresh") makes a new one;'
         ' restore(model, optimizer="drop") restores the model only.'
@@ -240,7 +215,7 @@ class Diff(Shown):
       return "use the leaf's path, or a pattern such as 'layers.*.kernel'."
     if self.reshaped:
       return "build the target with the saved shapes, or leave them out by name: skip=[...]."
-    if any(_wants_x64(match) for match in self.retyped):
+    if any(match.wants_x64 for match in self.retyped):
       return (
         'jax.config.update("jax_enable_x64", True), or ask for a dtype of 32 bits with cast=True, '
         "or for numpy arrays: as_numpy=True."
@@ -260,11 +235,7 @@ def compare(
   cast: bool = False,
   byte_budget: int = 0,
 ) -> Diff:
-  """Compares the leaves of a checkpoint with the leaves of a target, by name. Differences are not errors.
-
-  `only`, `skip`, `rename`, `cast`: as for `Checkpointer.restore`. Among saved items that are not in the
-  target, only an optimizer counts as `extra`.
-  """
+  """Compares by name, with the arguments of `restore`; of items that only a step has, optimizers are `extra`."""
   patterns, renames = Patterns(only, skip), _Renames(rename or {})
   model = manifest.items.get("model", _NOTHING)
   parameters = {*target.leaves.get("model", ()), *target.left_out.get("model", ()), *model.leaves}
@@ -294,10 +265,10 @@ def compare(
         continue
       used.add(saved_path)
     unused = {path: leaf for path, leaf in saved.leaves.items() if path not in used}
-    missing += [
-      (f"{item}/{path}", _nearest(item, path, leaves[path], unused) if path in leaves else None)
-      for path in absent
-    ]
+    for path in absent:
+      same = [name for name, leaf in unused.items() if path in leaves and leaf.shape == leaves[path].shape]
+      nearest = same[0] if len(same) == 1 else _closest(path, same)
+      missing.append((f"{item}/{path}", f"{item}/{nearest}" if nearest else None))
     rest = (path for path in (*saved.leaves, *saved.values) if path not in used)
     extra += [f"{item}/{path}" for path in rest if not patterns.leaves_out(path, start_of(path))]
     paths += [*leaves, *plain, *saved.leaves, *saved.values]
@@ -305,7 +276,7 @@ def compare(
     saved = manifest.items["optimizer"]
     extra += [f"optimizer/{p}" for p in (*saved.leaves, *saved.values) if not patterns.leaves_out(p)]
   reshaped = tuple(match for match in matches if match.saved.shape != match.target.shape)
-  retyped = tuple(match for match in matches if not _same_type(match, cast))
+  retyped = tuple(match for match in matches if not match.has_type(cast))
   wrong = {match.name for match in (*reshaped, *retyped)}
   fitting = tuple(match for match in matches if match.name not in wrong)
   per_device = _bytes_per_device(match.target.struct for match in matches)
@@ -326,36 +297,12 @@ def compare(
   )
 
 
-def layout_text(sharding: Sharding | None) -> str:
-  """A layout as text. Axes of size 1 are left out, so equal texts are equal layouts.
-
-  Example:
-    >>> mesh = jax.make_mesh((2, 1, 4), ("a", "b", "c"))
-    >>> layout_text(NamedSharding(mesh, jax.P(("a", "b"), None, "c")))
-    "P('a', None, 'c') on {'a': 2, 'c': 4}"
-  """
-  if sharding is None:
-    return ""
-  memory = sharding.memory_kind or ""
-  where = f" in {memory}" if _on_host(sharding) else ""
-  if sharding.num_devices == 1:
-    return f"one device{where}"
-  if not isinstance(sharding, NamedSharding):
-    return f"{type(sharding).__name__} on {sharding.num_devices} devices{where}"
-  sizes = {name: size for name, size in axis_sizes(sharding.mesh).items() if size > 1}
-  split = [tuple(axis for axis in axes_of(entry) if axis in sizes) for entry in sharding.spec]
-  while split and not split[-1]:
-    split.pop()
-  names = (repr(entry_of(axes)) for axes in split)
-  return f"P({', '.join(names)}) on {sizes}{where}"
-
-
 class Patterns:
   """The patterns of `only` and `skip`, and which of them matched."""
 
   def __init__(self, only: Iterable[str] | None, skip: Iterable[str]):
-    self.only = None if only is None else as_names(only, "only")
-    self.skip = as_names(skip, "skip")
+    self.only = None if only is None else _as_names(only, "only")
+    self.skip = _as_names(skip, "skip")
     self.matched: set[str] = set()
     self.left_out: dict[str, None] = {}
 
@@ -404,12 +351,7 @@ def _start_of(path: str, parameters: Container[str]) -> int:
 
 
 def _shortest_renames(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-  """The entries of `rename` that lead from each leaf to the saved one, without the ends that they share.
-
-  Example:
-    >>> _shortest_renames([("model/upper.bias", "model/up.bias"), ("model/upper.kernel", "model/up.kernel")])
-    {'upper': 'up'}
-  """
+  """The entries of `rename` that lead from leaves to saved ones, as `upper` to `up` for `upper.bias`."""
   found: dict[str, str] = {}
   several = [(a.partition("/"), b.partition("/")[2]) for a, b in pairs]
   models = [(a, b) for (item, _, a), b in several if item != "optimizer"]  # which carry their state
@@ -422,39 +364,17 @@ def _shortest_renames(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
   return dict([*found.items()][:_MOST_RENAMES])
 
 
-def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-  """The patterns that were passed as `argument`."""
+def _as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
   if isinstance(names, str):
-    raise CheckpointError(
-      f"{argument}={names!r} is one text, not a list of names.", fix=f"pass {argument}=[{names!r}]."
-    )
-  if not isinstance(names, Iterable):  # a filter of nnx  # pyright: ignore[reportUnnecessaryIsInstance]
-    raise CheckpointError(
-      f"{argument}={names!r} is not a list of names.",
-      fix="only=nnx.Not(...) leaves out the leaves that a filter chooses.",
-    )
-  if not (found := tuple(names)) and argument == "only":
-    raise CheckpointError("only=[] chooses no leaf.", fix="only=['head.*'], or leave it out for all leaves.")
-  return found
-
-
-def _same_type(match: LeafPair, cast: bool) -> bool:
-  wanted = match.target.struct.dtype
-  if _wants_x64(match):
-    return False
-  if encoding.dtype_name(wanted) == match.saved.dtype:
-    return True
-  if not cast or is_key(wanted) or match.saved.encoding.startswith("key:"):
-    return False
-  saved: Any = jax.numpy.dtype(match.saved.dtype)
-  floating = jax.numpy.floating
-  return jax.numpy.issubdtype(wanted, floating) and jax.numpy.issubdtype(saved, floating)
-
-
-def _nearest(item: str, path: str, wanted: TargetLeaf, saved: Mapping[str, LeafRecord]) -> str | None:
-  same_shape = [name for name, leaf in saved.items() if leaf.shape == wanted.shape]
-  nearest = same_shape[0] if len(same_shape) == 1 else _closest(path, same_shape)
-  return f"{item}/{nearest}" if nearest else None
+    what, fix = f"{argument}={names!r} is one text, not a list of names.", f"pass {argument}=[{names!r}]."
+  elif not isinstance(names, Iterable):  # a filter of nnx  # pyright: ignore[reportUnnecessaryIsInstance]
+    what = f"{argument}={names!r} is not a list of names."
+    fix = "only=nnx.Not(...) leaves out the leaves that a filter chooses."
+  elif not (found := tuple(names)) and argument == "only":
+    what, fix = "only=[] chooses no leaf.", "only=['head.*'], or leave it out for all leaves."
+  else:
+    return found
+  raise CheckpointError(what, fix=fix)
 
 
 def _closest(name: str, names: list[str]) -> str | None:
@@ -466,37 +386,17 @@ def _made_of(dtype: DTypeLike) -> Any:
   return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _wants_x64(match: LeafPair) -> bool:
-  struct = match.target.struct
-  return struct.sharding is not None and _made_of(struct.dtype) != struct.dtype
-
-
-def _wanted_type(match: LeafPair) -> str:
-  dtype = match.target.struct.dtype
-  note = f" (jax would make {_made_of(dtype)} of it: jax_enable_x64 is off)" if _wants_x64(match) else ""
-  return f"{encoding.dtype_name(dtype)}{note}"
-
-
-def _on_host(sharding: Sharding) -> bool:
-  """Whether a layout is in host memory, on devices with their own memory."""
-  device = next(iter(sharding.device_set))
-  kind = sharding.memory_kind
-  return kind in HOST_KINDS and kind != device.default_memory().kind
-
-
 def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> Counter[Any]:
   """Bytes by device of this process; None stands for host memory."""
   total: Counter[Any] = Counter()
   for struct in structs:
     layout = struct.sharding
     shape = layout.shard_shape(struct.shape) if layout else struct.shape
-    on_host = layout is None or _on_host(layout)
+    on_host = layout is None or is_on_host(layout)
     for device in layout.addressable_devices if layout else (None,):
       total[None if on_host else device] += math.prod(shape) * struct.dtype.itemsize
   return total
 
 
-def _shorten(rows: list[str]) -> list[str]:
-  if len(rows) > _MOST_ROWS:
-    rows[_MOST_ROWS:] = [f"         ... and {len(rows) - _MOST_ROWS} more"]
-  return rows
+def _shorten(rows: list[str], most: int = _MOST_ROWS, indent: str = " " * 9) -> list[str]:
+  return rows if len(rows) <= most else [*rows[:most], f"{indent}... and {len(rows) - most} more"]

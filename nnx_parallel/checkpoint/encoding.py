@@ -42,21 +42,14 @@ def plain_array(leaf: Array | np.generic, *, path: str) -> Array:
   if isinstance(leaf, jax.Array):
     return leaf
   if isinstance(leaf, np.ma.MaskedArray):
-    raise CheckpointError(
-      f"cannot save {path}: it is a masked array, and its mask would be lost.",
-      fix='save two arrays: {"values": x.filled(0), "mask": np.ma.getmaskarray(x)}.',
-    )
+    fix = 'save two arrays: {"values": x.filled(0), "mask": np.ma.getmaskarray(x)}.'
+    raise CheckpointError(f"cannot save {path}: it is a masked array, and its mask would be lost.", fix=fix)
   array = np.asarray(leaf)
   return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-  """`"float32"`, or `"key<fry>"` for typed PRNG keys.
-
-  Example:
-    >>> dtype_name(jnp.bfloat16), dtype_name(jax.random.key(0).dtype)
-    ('bfloat16', 'key<fry>')
-  """
+  """`"float32"`, or `"key<fry>"` for typed PRNG keys."""
   return str(dtype) if is_key(dtype) else str(np.dtype(dtype))
 
 
@@ -66,10 +59,8 @@ def encoding_of(shape: tuple[int, ...], dtype: DTypeLike, *, path: str) -> str:
     return key_encoding(dtype) if 0 not in shape else EMPTY
   dtype = np.dtype(dtype)
   if dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
-    raise CheckpointError(
-      f"cannot save {path}: an array of dtype {dtype} is not numeric.",
-      fix='keep it out of the module, or pass it as JSON: extra={"notes": ...}.',
-    )
+    fix = 'keep it out of the module, or pass it as JSON: extra={"notes": ...}.'
+    raise CheckpointError(f"cannot save {path}: an array of dtype {dtype} is not numeric.", fix=fix)
   if 0 in shape:
     return EMPTY
   if dtype.name in _STORED_AS_IS:
@@ -89,16 +80,13 @@ def encode(leaf: Array, encoding: str) -> Array:
   if encoding.startswith("key:"):
     return jax.random.key_data(leaf)
   if encoding == PLAIN:
-    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
-  if isinstance(leaf, (np.ndarray, np.generic)):
-    is_small_integer = encoding == SMALL and jnp.issubdtype(leaf.dtype, jnp.integer)
-    leaf = np.asarray(leaf)
-    return leaf.astype(_small_word(leaf.dtype)) if is_small_integer else leaf.view(np.uint8)
-  if encoding == BITS:
-    return jax.lax.bitcast_convert_type(leaf, jnp.uint8)
-  if not jnp.issubdtype(leaf.dtype, jnp.integer):
-    leaf = jax.lax.bitcast_convert_type(leaf, jnp.uint4)
-  return leaf.astype(_small_word(leaf.dtype))
+    return leaf
+  if encoding == SMALL and jnp.issubdtype(leaf.dtype, jnp.integer):
+    return leaf.astype(_word(leaf.dtype))
+  if isinstance(leaf, np.ndarray):
+    return leaf.view(np.uint8)
+  bits = jnp.uint8 if encoding == BITS else jnp.uint4
+  return jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint8)
 
 
 def decode(stored: Array, encoding: str, dtype: str) -> Array:
@@ -108,24 +96,19 @@ def decode(stored: Array, encoding: str, dtype: str) -> Array:
   if encoding == PLAIN:
     return stored
   wanted = jnp.dtype(dtype)
+  if encoding == SMALL and jnp.issubdtype(wanted, jnp.integer):
+    return stored.astype(wanted)
   if isinstance(stored, np.ndarray):
-    is_small_integer = encoding == SMALL and jnp.issubdtype(wanted, jnp.integer)
-    return stored.astype(wanted) if is_small_integer else stored.view(wanted)
-  if encoding == BITS:
-    return jax.lax.bitcast_convert_type(stored, wanted)
-  if not jnp.issubdtype(wanted, jnp.integer):
-    return jax.lax.bitcast_convert_type(stored.astype(jnp.uint4), wanted)
-  return stored.astype(wanted)
+    return stored.view(wanted)
+  return jax.lax.bitcast_convert_type(stored if encoding == BITS else stored.astype(jnp.uint4), wanted)
 
 
 def stored_form(
   shape: tuple[int, ...], dtype: DTypeLike, encoding: str, sharding: Sharding | None
 ) -> jax.ShapeDtypeStruct:
   """The global shape, dtype and sharding under which a leaf is stored and read."""
-  if encoding == EMPTY:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
   if not encoding.startswith("key:"):
-    word = np.dtype(dtype) if encoding == PLAIN else np.dtype(_word(dtype, encoding))
+    word = dtype if encoding == EMPTY else np.dtype(dtype if encoding == PLAIN else _word(dtype))
     return jax.ShapeDtypeStruct(shape, word, sharding=sharding)
   data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
   if isinstance(sharding, NamedSharding):
@@ -155,10 +138,7 @@ def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
 
 
 def check_json(value: object, *, path: str, depth: int = 0) -> Json:
-  """Writes `value` as JSON from which `read_json` gives it back unchanged; numpy's scalars become Python's.
-
-  Infinities, NaN and tuples, which JSON lacks, become dicts with one reserved name.
-  """
+  """`value` as JSON for `read_json`; infinities, NaN and tuples become dicts with one reserved name."""
   if depth > _DEEPEST:
     raise CheckpointError(f"cannot save {path[:100]}...: it is nested too deeply.", fix="make it flatter.")
   if isinstance(value, np.generic):
@@ -172,18 +152,13 @@ def check_json(value: object, *, path: str, depth: int = 0) -> Json:
     return items if isinstance(value, list) else {_TUPLE: items}
   if isinstance(value, dict) and all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
     fields: dict[str, object] = value  # pyright: ignore[reportUnknownVariableType]
-    if fields.keys() in ({_FLOAT}, {_TUPLE}):
-      raise CheckpointError(
-        f"cannot save {path}: a dict with the single name {next(iter(fields))!r} is reserved.",
-        details=f"value: {value!r}"[:200],
-        fix="rename it.",
-      )
-    return {key: check_json(inner, path=f"{path}.{key}", depth=depth + 1) for key, inner in fields.items()}
-  raise CheckpointError(
-    f"cannot save {path}: a {type(value).__name__} is neither an array nor a JSON value.",
-    details=f"value: {value!r}"[:200],
-    fix="convert it to arrays, numbers, text, lists or dicts with text keys.",
-  )
+    if fields.keys() not in ({_FLOAT}, {_TUPLE}):
+      return {key: check_json(inner, path=f"{path}.{key}", depth=depth + 1) for key, inner in fields.items()}
+    what, fix = f"a dict with the single name {next(iter(fields))!r} is reserved", "rename it."
+  else:
+    what = f"a {type(value).__name__} is neither an array nor a JSON value"
+    fix = "convert it to arrays, numbers, text, lists or dicts with text keys."
+  raise CheckpointError(f"cannot save {path}: {what}.", details=f"value: {value!r}"[:200], fix=fix)
 
 
 def read_json(value: Json, depth: int = 0) -> Any:
@@ -206,9 +181,6 @@ def key_encoding(dtype: DTypeLike) -> str:
   return f"key:{key_implementation(dtype)}"
 
 
-def _word(dtype: DTypeLike, encoding: str) -> Any:
-  return jnp.uint8 if encoding == BITS else _small_word(dtype)
-
-
-def _small_word(dtype: DTypeLike) -> Any:
+def _word(dtype: DTypeLike) -> Any:
+  """The integers in which a dtype of 8 or fewer bits is stored."""
   return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8

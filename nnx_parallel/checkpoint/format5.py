@@ -1,16 +1,11 @@
-"""Checks steps of format 5, whose manifest has a digest of each array's values and of each small file.
-
-The digest mixes each element's bits with its place and sums the results modulo 2**32.
-"""
+"""The digests of arrays in format 5: each element's bits, mixed with its place, are summed modulo 2**32."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 _PIECE = 1 << 20  # words that are mixed at a time
@@ -35,16 +30,8 @@ def digest(array: np.ndarray[Any, Any]) -> int:
 
 
 def _mix(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  """The finalizer of MurmurHash3 (`fmix32`), on words of 32 bits in 64.
-
-  Source: https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp
-  """
+  """The finalizer of MurmurHash3 (`fmix32`), on words of 32 bits in 64."""
   words = words.astype(np.uint64) & 0xFFFFFFFF
   words = (words ^ (words >> 16)) * _FIRST & 0xFFFFFFFF
   words = (words ^ (words >> 13)) * _SECOND & 0xFFFFFFFF
   return words ^ (words >> 16)
-
-
-def sha256(file: epath.Path) -> str:
-  """SHA-256 of a small file."""
-  return hashlib.sha256(file.read_bytes()).hexdigest()

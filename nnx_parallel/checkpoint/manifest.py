@@ -1,42 +1,38 @@
 """The manifest: the list of a checkpoint's contents, written last and signed with its own digest.
 
 It is the file `nnx_parallel.json` of a step's folder. A folder with a readable manifest is a complete
-checkpoint. A search for the best step reads only the first line, the header: number, time and metrics. The
-second line names every leaf with its logical shape, dtype and kind, every file with its size, and the
-versions, plan and JSON values of the run. Both are JSON.
+checkpoint. The first line, the header, is all that a search for the best step reads. Both lines are JSON.
 
 In format 6, each chunk of an array holds a CRC-32C, which TensorStore compares whenever it reads the chunk.
-Format 5 had one folder for each array, and here a digest of each array and SHA-256 of the small files.
+Format 5 had one folder for each array, and here a digest of each array.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from etils import epath
 
 from nnx_parallel.checkpoint import encoding
-from nnx_parallel.checkpoint.damage import DamagedError, raise_transient, vanished
+from nnx_parallel.checkpoint.damage import VanishedError, raise_transient
 from nnx_parallel.checkpoint.encoding import Json
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, DamagedError
 
+T = TypeVar("T")
 FILE = "nnx_parallel.json"
 # A field may be added to the format: readers ignore unknown fields. A field with a new meaning needs a new
 # format.
 FORMAT, OLD_FORMAT = 6, 5
 LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999
-_LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
 _LONGEST_FILE_NAME = 160
 # The errors of parsing if fields are missing, of other types, or nested too deeply.
 _NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -45,18 +41,7 @@ _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class LeafRecord:
-  """One array of a checkpoint.
-
-  Attributes:
-    folder: name under which the array store holds it, inside the item's folder.
-    shape: logical global shape in elements, without padding.
-    dtype: as `encoding.dtype_name` writes it.
-    encoding: the encoding of the stored array (`encoding.encoding_of`).
-    kind: the Variable's type, for example `"Param"`; empty for plain arrays.
-    nbytes: the bytes of the stored array.
-    digest: in format 5, the digest of the stored array (`format5.digest`).
-    layout: the layout in which it was saved, as `diff.layout_text` writes it; empty for numpy arrays.
-  """
+  """One array: its name in the item's folder, logical global shape, dtype, ...; `digest` is of format 5."""
 
   folder: str
   shape: tuple[int, ...]
@@ -70,12 +55,7 @@ class LeafRecord:
 
 @dataclasses.dataclass(frozen=True)
 class ItemRecord:
-  """One tree of a checkpoint: `model`, `optimizer`, `ema`, ...
-
-  Attributes:
-    leaves: the arrays, by path as text.
-    values: the leaves that are JSON values, by path as text.
-  """
+  """One tree of a checkpoint (`model`, `optimizer`, ...): its arrays and its JSON values, by path."""
 
   leaves: Mapping[str, LeafRecord]
   values: Mapping[str, Json]
@@ -88,13 +68,7 @@ class ItemRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-  """The first line of a manifest; a search for a step reads only this line.
-
-  Attributes:
-    step: the training step.
-    time: the time of its first commit, in seconds since 1970.
-    metrics: the numbers that `best` compares, including values that are not finite.
-  """
+  """The first line: the step, the time of its commit in seconds since 1970, and the metrics."""
 
   step: int
   time: float
@@ -111,7 +85,6 @@ class Manifest(Header):
     plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.
     versions: the versions of Python and the packages that wrote it.
     files: the bytes of every other file of the step, by relative path.
-    hashes: in format 5, SHA-256 of the small files, by relative path.
     format: of the step's folder.
   """
 
@@ -120,42 +93,36 @@ class Manifest(Header):
   plan: Json
   versions: Mapping[str, str]
   files: Mapping[str, int]
-  hashes: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
   format: int = FORMAT
 
   @property
   def nbytes(self) -> int:
     """Bytes of all arrays."""
-    return sum(item.nbytes for item in self.items.values())
+    return nbytes_of(self.items)
+
+  def as_json(self) -> dict[str, Any]:
+    """The fields as JSON."""
+    return dataclasses.asdict(self) | {"metrics": encoding.check_json(self.metrics, path="metrics")}
+
+
+def nbytes_of(items: Mapping[str, ItemRecord]) -> int:
+  """Bytes of all arrays."""
+  return sum(item.nbytes for item in items.values())
 
 
 def write(manifest: Manifest, step_dir: epath.Path) -> None:
   """Writes the manifest into a step folder; the caller makes it durable."""
-  fields = dataclasses.asdict(manifest)
-  header = {name: fields.pop(name) for name in ("step", "time")}
-  del fields["hashes"], fields["format"]
-  header["metrics"] = encoding.check_json(fields.pop("metrics"), path="metrics")
+  fields = manifest.as_json()
+  signed = {name: fields.pop(name) for name in ("format", "step", "time", "metrics")}
   body = json.dumps(fields, separators=(",", ":"))
-  signed: dict[str, Any] = {"format": FORMAT, **header, "body": _sha256(body)}
+  signed["body"] = _sha256(body)
   line = _json({**signed, "sha256": _sha256(_json(signed))})
-  if len(line) >= _LONGEST_HEADER:
-    raise CheckpointError(
-      f"cannot save step {manifest.step}: its {len(manifest.metrics):,} metrics take {len(line):,} bytes.",
-      details=f"a search for steps reads {_LONGEST_HEADER:,} bytes of each",
-      fix="fewer metrics, or extra={...}, which has no limit.",
-    )
   (step_dir / FILE).write_text(f"{line}\n{body}\n")
 
 
 def read(step_dir: epath.Path) -> Manifest:
-  """Reads and checks the manifest of a step folder.
-
-  Raises:
-    VanishedError: the folder is not there.
-    CheckpointError: the manifest is missing, damaged, or has another format.
-  """
-  with _fields_of_the_format(step_dir):
-    return _parse(*_read(step_dir))
+  """Reads and checks the manifest of a step folder."""
+  return _checked(step_dir, lambda file: file.read_bytes(), _parse)
 
 
 def read_header(step_dir: epath.Path) -> Header:
@@ -163,17 +130,9 @@ def read_header(step_dir: epath.Path) -> Header:
 
   def first_line(file: epath.Path) -> bytes:
     with file.open("rb") as stream:
-      return stream.read(_LONGEST_HEADER)  # in an object store, `readline` takes no size
+      return stream.readline()
 
-  with _fields_of_the_format(step_dir):
-    return _header(_checked(step_dir, first_line)[0])
-
-
-def as_json(step_dir: epath.Path) -> dict[str, Json]:
-  """The manifest as stored, with header and body merged."""
-  with _fields_of_the_format(step_dir):
-    signed, body = _read(step_dir)
-    return {**signed, **body}
+  return _checked(step_dir, first_line, lambda signed, _: _header(signed))
 
 
 def file_name(path: str) -> str:
@@ -188,55 +147,6 @@ def file_name(path: str) -> str:
   return f"{safe[:_LONGEST_FILE_NAME]}~{_sha256(safe)[:16]}"
 
 
-def is_no_file(path: epath.Path) -> bool:
-  """Whether a local path is not a regular file, such as a pipe, which would block when opened."""
-  return os.path.exists(path) and not os.path.isfile(path)
-
-
-def _read(step_dir: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-  def everything(file: epath.Path) -> bytes:
-    if (size := file.stat().length) > _LARGEST:
-      raise ValueError(f"it has {size:,} bytes")
-    return file.read_bytes()
-
-  signed, body = _checked(step_dir, everything)
-  if signed["body"] != _sha256(body):
-    raise _damaged(step_dir / FILE, "its contents do not have the SHA-256 that it names")
-  return signed, json.loads(body)
-
-
-def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple[dict[str, Any], bytes]:
-  """The signed fields of the header, and the body as far as `load` reads it."""
-  file = step_dir / FILE
-  try:
-    if is_no_file(file):
-      raise FileNotFoundError(file)
-    line, _, body = load(file).partition(b"\n")
-    signed = json.loads(line)
-    number, sha256 = signed["format"], signed.pop("sha256")
-  except FileNotFoundError:
-    if not step_dir.exists():
-      raise vanished(step_dir) from None
-    raise DamagedError(
-      f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
-      fix='restore another step: Checkpointer(...).steps() lists the complete steps; on_corrupt="fallback" '
-      "takes the newest good step. If the folder is not a checkpoint, move it elsewhere.",
-    ) from None
-  except _NOT_THE_FORMAT as error:
-    raise _damaged(file, f"it cannot be read as JSON ({error})") from error
-  except OSError as error:
-    raise_transient(error, f"{file}")
-    raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
-  if sha256 != _sha256(_json(signed)):
-    raise _damaged(file, "its contents do not have the SHA-256 that it names")
-  if number not in (FORMAT, OLD_FORMAT):
-    raise CheckpointError(
-      f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
-      fix="install the nnx_parallel that wrote it.",
-    )
-  return signed, body.removesuffix(b"\n")
-
-
 def versions() -> dict[str, str]:
   """Versions of Python and of the packages that decide how a run behaves."""
   found = {"python": platform.python_version()}
@@ -248,15 +158,41 @@ def versions() -> dict[str, str]:
   return found
 
 
-@contextlib.contextmanager
-def _fields_of_the_format(step_dir: epath.Path) -> Generator[None]:
-  """A field that is not of the format is damage, even where the SHA-256 is right."""
+def _checked(
+  step_dir: epath.Path,
+  load: Callable[[epath.Path], bytes],
+  parse: Callable[[dict[str, Any], bytes], T],
+) -> T:
+  """Parses the signed fields of the header, and the body as far as `load` reads it."""
+  file = step_dir / FILE
   try:
-    yield
-  except _NOT_THE_FORMAT as error:
-    raise _damaged(
-      step_dir / FILE, f"a field does not match the format ({type(error).__name__}: {error})"
+    line, _, body = load(file).partition(b"\n")
+    signed = json.loads(line)
+    if signed.pop("sha256") != _sha256(_json(signed)):
+      raise ValueError("not the SHA-256 that it names")
+    if signed["format"] in (FORMAT, OLD_FORMAT):
+      return parse(signed, body.removesuffix(b"\n"))
+  except FileNotFoundError:
+    if not step_dir.exists():
+      raise VanishedError(step_dir) from None
+    raise DamagedError(
+      f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
+      fix='restore another step: Checkpointer(...).steps() lists the complete steps; on_corrupt="fallback" '
+      "takes the newest good step. If the folder is not a checkpoint, move it elsewhere.",
+    ) from None
+  except (OSError, *_NOT_THE_FORMAT) as error:
+    why = f"it does not match the format ({type(error).__name__}: {error})"
+    if isinstance(error, OSError):
+      raise_transient(error, f"{file}")
+      why = f"it cannot be read ({error.strerror or error})"
+    raise DamagedError(
+      f"{file} is damaged: {why}.",
+      fix='restore another step, or let restore(..., on_corrupt="fallback") take the newest good step.',
     ) from error
+  raise CheckpointError(
+    f"cannot read {file}: it has format {signed['format']!r}, and this version reads format {FORMAT}.",
+    fix="install the nnx_parallel that wrote it.",
+  )
 
 
 def _header(signed: Mapping[str, Any]) -> Header:
@@ -264,32 +200,32 @@ def _header(signed: Mapping[str, Any]) -> Header:
   return Header(_whole(signed["step"]), float(signed["time"]), metrics)
 
 
-def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
+def _parse(signed: Mapping[str, Any], text: bytes) -> Manifest:
+  if signed["body"] != _sha256(text):
+    raise ValueError("not the SHA-256 that it names")
+  body = json.loads(text)
   items = {
-    _folder_name(name): ItemRecord(
+    _inside(name, parts=1): ItemRecord(
       {path: _parse_leaf(path, **leaf) for path, leaf in item["leaves"].items()},
       _values(item["values"]),
     )
     for name, item in body["items"].items()
   }
-  checked: dict[str, Any] = {
-    "items": items,
-    "extra": _values(body["extra"]),
-    "files": {_inside(name): _whole(size) for name, size in body["files"].items()},
-    **{name: body[name] for name in ("plan", "versions")},
-    "hashes": body.get("hashes", {}),
-    "format": signed["format"],
-  }
-  return Manifest(**vars(_header(signed)), **checked)
+  return Manifest(
+    **vars(_header(signed)),
+    items=items,
+    extra=_values(body["extra"]),
+    plan=body["plan"],
+    versions=body["versions"],
+    files={_inside(name): _whole(size) for name, size in body["files"].items()},
+    format=signed["format"],
+  )
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
-  checked: dict[str, Any] = {
-    "shape": tuple(map(_whole, fields["shape"])),
-    "digest": _whole(fields.get("digest", 0)),
-  }
   known = {field.name for field in dataclasses.fields(LeafRecord)}
-  leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | checked)
+  fields["shape"], fields["digest"] = tuple(map(_whole, fields["shape"])), _whole(fields.get("digest", 0))
+  leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known})
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)
   stored = leaf.shape + words if 0 not in leaf.shape else ()
   if leaf.folder != file_name(path):
@@ -307,13 +243,6 @@ def _sha256(text: str | bytes) -> str:
   return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
-def _damaged(file: epath.Path, why: str) -> DamagedError:
-  return DamagedError(
-    f"{file} is damaged: {why}.",
-    fix='restore another step, or let restore(..., on_corrupt="fallback") take the newest good step.',
-  )
-
-
 def _values(values: dict[str, Any]) -> dict[str, Any]:
   """JSON values that can be read."""
   for value in values.values():
@@ -328,14 +257,9 @@ def _whole(value: object) -> int:
   return value
 
 
-def _inside(name: str) -> str:
-  """A relative path that does not leave its folder."""
-  if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
+def _inside(name: str, parts: float = math.inf) -> str:
+  """A relative path of at most so many parts that does not leave its folder."""
+  found = name.split("/")
+  if {*found} & {"", ".", ".."} or "\\" in name or "\0" in name or len(found) > parts:
     raise ValueError(f"{name!r:.100} leads out of the folder")
-  return name
-
-
-def _folder_name(name: str) -> str:
-  if "/" in _inside(name):
-    raise ValueError(f"{name!r:.100} is not the name of a folder")
   return name

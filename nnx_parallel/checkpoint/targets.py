@@ -15,16 +15,9 @@ from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.catalog import one_of
 from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
+from nnx_parallel.core import nodes
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import (
-  Path,
-  named_key_dtype,
-  path_str,
-  plain_path,
-  set_arrays,
-  value_of,
-  variables,
-)
+from nnx_parallel.core.nodes import Path, path_str, plain_path, value_of
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.core.types import AnyArray, Leaf, Model, PyTree
 from nnx_parallel.create.constructor import construct
@@ -58,14 +51,8 @@ def read(
   record: Manifest | None = None,
   choose: Any = None,
 ) -> Target:
-  """Reads a target: a plan, a tree of plans, a tree of modules and arrays, or such a tree and its optimizer.
-
-  `record`, the manifest of the step, distinguishes a tree of two from a pair. `choose` is a filter of nnx for
-  the leaves of the model.
-  """
-  plans = _plans_in(target)
-  _check_options(target, plans, optimizer, as_numpy)
-  if plans:
+  """Reads a target. The manifest tells a tree of two from a pair; `choose` is a filter of nnx."""
+  if plans := _plans_in(target, optimizer, as_numpy):
     if item != "model":
       raise CheckpointError(
         f"cannot restore {item!r} into a plan: that is for the model and its optimizer.",
@@ -86,49 +73,40 @@ def read(
     return found
   leaves = flatten(root)[0]
   chosen = _chosen(root, leaves, choose)
+  kept = {path: leaf for path, leaf in found.leaves[item].items() if path in chosen}
+  values = tuple(path for path in found.values.get(item, ()) if path in chosen)
   return dataclasses.replace(
     found,
-    leaves={**found.leaves, item: {p: leaf for p, leaf in found.leaves[item].items() if p in chosen}},
-    values={
-      name: tuple(p for p in all_ if name != item or p in chosen) for name, all_ in found.values.items()
-    },
+    leaves={**found.leaves, item: kept},
+    values={**found.values, item: values},
     left_out={item: frozenset(leaves.keys() - chosen.keys())},
   )
 
 
-def _plans_in(target: object) -> list[Plan[Any]]:
+def _plans_in(target: object, optimizer: str, as_numpy: bool) -> list[Plan[Any]]:
+  """The plans of a target, which is checked."""
+  one_of("optimizer", optimizer, OPTIMIZER)
   leaves = jax.tree.leaves(target, is_leaf=_is_node)
   plans = [leaf for leaf in leaves if isinstance(leaf, Plan)]
-  if plans and len(plans) < len(leaves):
-    raise CheckpointError(
-      f"cannot restore into a plan beside other targets: {len(plans)} of {len(leaves)} are plans.",
-      fix='plans alone: restore({"online": plan1, "target": plan2}); or live models: restore((models,'
-      " optimizers)).",
-    )
-  return plans
-
-
-def _check_options(target: object, plans: list[Plan[Any]], optimizer: str, as_numpy: bool) -> None:
-  one_of("optimizer", optimizer, OPTIMIZER)
-  if callable(target) and not has_nodes(target):
-    raise CheckpointError(
-      f"cannot restore into {getattr(target, '__name__', type(target).__name__)}: it has neither leaves nor a"
-      " layout for them.",
-      fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
-    )
+  what = fix = ""
   for plan in plans:
     check_plan(plan, "restore(plan)")
-  is_plan = bool(plans)
-  if optimizer == "fresh" and all(plan.tx is None for plan in plans):
-    raise CheckpointError(
-      'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',
-      fix='restore(plan, optimizer="fresh"); or optimizer="drop", with an optimizer that was just made.',
-    )
-  if as_numpy and (is_plan or has_nodes(target)):
-    raise CheckpointError(
-      f"as_numpy=True cannot be honoured: a {type(target).__name__} is restored as jax arrays.",
-      fix="restore(as_numpy=True) without a target; or pass a tree of jax.ShapeDtypeStruct.",
-    )
+  if plans and len(plans) < len(leaves):
+    what = f"cannot restore into a plan beside other targets: {len(plans)} of {len(leaves)} are plans."
+    fix = 'plans alone: restore({"a": plan1, "b": plan2}); or live models: restore((models, optimizers)).'
+  elif callable(target) and not has_nodes(target):
+    name = getattr(target, "__name__", type(target).__name__)
+    what = f"cannot restore into {name}: it has neither leaves nor a layout for them."
+    fix = "restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays."
+  elif optimizer == "fresh" and all(plan.tx is None for plan in plans):
+    what = 'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.'
+    fix = 'restore(plan, optimizer="fresh"); or optimizer="drop", with an optimizer that was just made.'
+  elif as_numpy and (plans or has_nodes(target)):
+    what = f"as_numpy=True cannot be honoured: a {type(target).__name__} is restored as jax arrays."
+    fix = "restore(as_numpy=True) without a target; or pass a tree of jax.ShapeDtypeStruct."
+  if what:
+    raise CheckpointError(what, fix=fix)
+  return plans
 
 
 def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
@@ -176,22 +154,17 @@ def as_saved(record: Manifest, item: str | None = None) -> Target:
 def _as_saved(path: str, leaf: LeafRecord) -> TargetLeaf:
   if not leaf.dtype.startswith("key<"):
     return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
-  key = named_key_dtype(leaf.dtype)
-  if key is None:
+  if (key := nodes.named_key_dtype(leaf.dtype)) is None:
     raise CheckpointError(
       f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
       fix=f"skip=[{path!r}], or pass a target that has them.",
     )
-  host = jax.sharding.SingleDeviceSharding(_host_device())
-  return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, key, sharding=host), leaf.shape)
-
-
-def _host_device() -> Any:
-  """A device of this process for keys: a CPU, if jax has one."""
   try:
-    return jax.local_devices(backend="cpu")[0]
+    device = jax.local_devices(backend="cpu")[0]
   except RuntimeError:  # JAX_PLATFORMS names other platforms only
-    return jax.local_devices()[0]
+    device = jax.local_devices()[0]
+  struct = jax.ShapeDtypeStruct(leaf.shape, key, sharding=jax.sharding.SingleDeviceSharding(device))
+  return TargetLeaf(struct, leaf.shape)
 
 
 def _plan_target(plan: Plan, optimizer: str) -> Target:
@@ -203,9 +176,8 @@ def _plan_target(plan: Plan, optimizer: str) -> Target:
     )
   if optimizer == "drop":
     plan = plan.without_optimizer()
-  roots: tuple[Root, ...] = ("model",)
-  if plan.tx is not None and optimizer == "restore":
-    roots = ("model", "optimizer")
+  is_whole = plan.tx is not None and optimizer == "restore"
+  roots: tuple[Root, ...] = ("model", "optimizer") if is_whole else ("model",)
   wanted = {
     root: {path_str(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in plan.of(root).items()}
     for root in roots
@@ -271,7 +243,7 @@ def _is_pair(target: object, record: Manifest | None) -> bool:
 
 def _tree_target(roots: Mapping[str, PyTree], *, as_numpy: bool) -> Target:
   tables = {item: flatten(root) for item, root in roots.items()}
-  wanted = {item: _abstract(leaves, item=item, as_numpy=as_numpy) for item, (leaves, _) in tables.items()}
+  wanted = {item: _abstract(leaves, item, as_numpy) for item, (leaves, _) in tables.items()}
   plain = {item: tuple(path for path in tables[item][0] if path not in wanted[item]) for item in roots}
 
   def build(found: Found) -> PyTree:
@@ -290,27 +262,17 @@ def _chosen(tree: PyTree, leaves: Leaves, choose: Any) -> Leaves:
   chosen = {name: leaf for name, leaf in leaves.items() if predicate(by_name[name], leaf)}
   if not chosen:
     kinds = sorted({type(leaf).__name__ for leaf in leaves.values()})
-    raise CheckpointError(
-      f"only={choose!r} chooses no leaf of the model.",
-      details=f"its leaves are of the types {', '.join(kinds)}",
-      fix="pass a filter of nnx that does, such as only=nnx.Param, or patterns of paths: only=['head'].",
-    )
+    details = f"its leaves are of the types {', '.join(kinds)}"
+    fix = "pass a filter of nnx that does, such as only=nnx.Param, or patterns of paths: only=['head']."
+    raise CheckpointError(f"only={choose!r} chooses no leaf of the model.", details=details, fix=fix)
   return chosen
 
 
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
   """The leaves of a tree by path as text, and a function that puts values in their place.
 
-  The tree may hold modules, optimizers, states, other registered pytrees, arrays and JSON values. A Variable
-  that occurs twice is a leaf at its first path only. The function takes new values of some or all leaves; it
-  fills Variables in place, and copies the containers of other leaves.
-
-  Example:
-    >>> leaves, rebuild = flatten({"a": [1, 2], "b": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
-    >>> list(leaves)
-    ['a.0', 'a.1', 'b.bias', 'b.kernel']
-    >>> rebuild({"a.0": 10})["a"]
-    [10, 2]
+  A Variable that occurs twice is a leaf at its first path only. The function takes new values of some or all
+  leaves; it fills Variables in place, and copies the containers of other leaves.
   """
   rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
   leaves: Leaves = {}
@@ -350,14 +312,13 @@ def _is_node(value: object) -> bool:
 def _leaves_of(node: Any) -> Mapping[Any, Any]:
   if isinstance(node, nnx.State):
     return dict(nnx.to_flat_state(node))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-  return variables(node) if isinstance(node, nnx.Pytree) else {(): node}
+  return nodes.variables(node) if isinstance(node, nnx.Pytree) else {(): node}
 
 
 def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, AnyArray]) -> PyTree:
   raw: dict[Any, Any] = {}
-  for name, (path, leaf) in table.items():
-    if name not in values:
-      continue
+  for name in table.keys() & values.keys():
+    path, leaf = table[name]
     if isinstance(leaf, nnx.Variable):
       leaf.set_raw_value(values[name])  # pyright: ignore[reportUnknownMemberType]
     else:
@@ -367,12 +328,12 @@ def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, 
   if isinstance(node, nnx.State):
     return nnx.from_flat_state([*{**_leaves_of(node), **raw}.items()])
   if isinstance(node, nnx.Pytree):
-    set_arrays(node, raw)
+    nodes.set_arrays(node, raw)
     return node
   return raw[()]
 
 
-def _abstract(leaves: Mapping[str, Leaf], *, item: str, as_numpy: bool = False) -> dict[str, TargetLeaf]:
+def _abstract(leaves: Mapping[str, Leaf], item: str, as_numpy: bool) -> dict[str, TargetLeaf]:
   """The shape, dtype and sharding of each leaf that is an array; other leaves are left out."""
   found: dict[str, TargetLeaf] = {}
   for path, one in leaves.items():

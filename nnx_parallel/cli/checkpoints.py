@@ -143,15 +143,12 @@ def run_import(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
   """Prints the steps and one manifest."""
-  from nnx_parallel.checkpoint import manifest
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.checkpoint.storage import storage_of
 
   checkpointer = Checkpointer(args.directory)
   record = checkpointer.metadata(args.step)
   if args.json:
-    folder = storage_of(checkpointer.directory).folder(record.step)
-    print(json.dumps(manifest.as_json(folder), indent=2))
+    print(json.dumps(record.as_json(), indent=2))
     return 0
   _print_steps(checkpointer)
   versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
@@ -227,10 +224,10 @@ def run_verify(args: argparse.Namespace) -> int:
   """Checks the steps, one line for each step."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.damage import VanishedError
-  from nnx_parallel.checkpoint.storage import storage_of
+  from nnx_parallel.checkpoint.storage import Storage
 
   checkpointer = Checkpointer(args.directory)
-  found = sorted([*checkpointer.steps(), *storage_of(checkpointer.directory).unrecognised_steps()])
+  found = sorted([*checkpointer.steps(), *Storage(checkpointer.directory).unrecognised_steps()])
   steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises: there is no step

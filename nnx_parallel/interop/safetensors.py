@@ -24,7 +24,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import encoding, multihost, storage
+from nnx_parallel.checkpoint import encoding, lock, storage
+from nnx_parallel.checkpoint.damage import friendly_errors
+from nnx_parallel.core import together as multihost
 from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.core.text import format_array
 from nnx_parallel.core.types import DType
@@ -300,7 +302,7 @@ def write_folder(
   @contextlib.contextmanager
   def together() -> Generator[None]:
     """A block of the export; an error on one process ends it on all processes."""
-    with multihost.together(), storage.friendly_errors(f"export to {final.name}", final.parent):
+    with multihost.together(), friendly_errors(f"export to {final.name}", final.parent):
       yield
 
   with together():
@@ -312,11 +314,13 @@ def write_folder(
     with together():
       if is_first:
         temporary.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(storage.LocalStorage(epath.Path(temporary)).lock())
+        hold = lock.take(epath.Path(temporary))
+        stack.callback(hold.let_go)
+        stack.enter_context(hold.save())
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         _require_new(final)  # whoever had the lock before may just have written it
         for left in temporary.iterdir():
-          if left.name != storage.LOCK:
+          if left.name != lock.LOCK:
             left.unlink()
         _lay_out(temporary, specs, file_bytes, single)
         for name, text in beside.items():
@@ -336,7 +340,7 @@ def write_folder(
     with together():
       if is_first:
         temporary.rename(final)
-        (final / storage.LOCK).unlink()
+        (final / lock.LOCK).unlink()
         storage.make_durable([epath.Path(final), epath.Path(final.parent)])
   return [*specs]
 

@@ -36,9 +36,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from nnx_parallel.checkpoint import diff, encoding, multihost, targets
+from nnx_parallel.checkpoint import diff, encoding, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
-from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
+from nnx_parallel.core import together as multihost
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad
@@ -47,6 +47,7 @@ from nnx_parallel.core.types import AnyArray, DType
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.dry_run import DryRun, Row
 from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.relayout import auto_layout, even_layout, on_auto_axes
 
 Shape = tuple[int, ...]
 Side = Literal["model", "file"]

@@ -23,7 +23,6 @@ from flax import nnx
 from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
@@ -36,6 +35,7 @@ from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.relayout import on_auto_axes
 from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress

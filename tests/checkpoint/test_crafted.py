@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 
 import jax
 import jax.numpy as jnp
@@ -112,9 +111,7 @@ def test_a_signed_manifest_that_lies_is_damage(saved, name):
   directory, trees = saved
   sign_again(directory / "2", EDITS[name])
   checkpointer = Checkpointer(directory)
-  with pytest.raises(
-    DamagedError, match=r"2/nnx_parallel\.json is damaged: a field does not match the format"
-  ):
+  with pytest.raises(DamagedError, match=r"2/nnx_parallel\.json is damaged: it does not match the format"):
     checkpointer.metadata(2)
   assert checkpointer.latest() == 1
   assert list(checkpointer.verify(2)) == [FILE]
@@ -144,21 +141,6 @@ def test_a_header_without_end_is_damage(saved):
   directory, _ = saved
   (directory / "2" / FILE).write_text("[" * (2 << 20))
   assert Checkpointer(directory).latest() == 1
-  os.truncate(directory / "2" / FILE, 2 << 30)
-  with pytest.raises(DamagedError, match=r"it has 2,147,483,648 bytes"):
-    Checkpointer(directory).metadata(2)
-
-
-@pytest.mark.parametrize("name", [FILE, "model/manifest.ocdbt"])
-def test_a_pipe_is_not_waited_for(saved, name):
-  directory, _ = saved
-  (directory / "2" / name).unlink()
-  os.mkfifo(directory / "2" / name)
-  if name != FILE:
-    sign_again(directory / "2", lambda header, body: body["files"].update({name: 0}))
-  checkpointer = Checkpointer(directory)
-  assert checkpointer.latest() == 1
-  assert list(checkpointer.verify(2)) == [name]
 
 
 def test_an_array_larger_than_the_memory_is_no_damage(tmp_path):

@@ -8,9 +8,10 @@ from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same, file_with, target_of
-from nnx_parallel.checkpoint import array_io, diff
+from nnx_parallel.checkpoint import array_io
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout import relayout
 
 # 64-bit arrays while jax has none.
 
@@ -141,12 +142,12 @@ def test_leaves_that_change_their_layout_are_counted_and_named(saved):
 
 def test_layouts_as_text():
   one = jax.devices()[0]
-  assert diff.layout_text(jnp.ones(2).sharding) == "one device"
-  assert diff.layout_text(NamedSharding(nxp.make_mesh(x=1, devices=[one]), P("x"))) == "one device"
+  assert relayout.layout_text(jnp.ones(2).sharding) == "one device"
+  assert relayout.layout_text(NamedSharding(nxp.make_mesh(x=1, devices=[one]), P("x"))) == "one device"
   mesh = nxp.make_mesh(a=2, b=4, c=1)
   layout = NamedSharding(mesh, P(("a", "b"), "c"), memory_kind="pinned_host")
-  assert diff.layout_text(layout) == "P(('a', 'b')) on {'a': 2, 'b': 4} in pinned_host"
-  assert diff.layout_text(None) == ""
+  assert relayout.layout_text(layout) == "P(('a', 'b')) on {'a': 2, 'b': 4} in pinned_host"
+  assert relayout.layout_text(None) == ""
 
 
 # JSON values.

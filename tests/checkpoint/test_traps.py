@@ -16,7 +16,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, data_of, make_plan, target_of
 from nnx_parallel import cli
-from nnx_parallel.checkpoint import array_io, restore, save, storage
+from nnx_parallel.checkpoint import array_io, lock, restore, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import VanishedError
 from nnx_parallel.errors import CheckpointError
@@ -100,7 +100,7 @@ def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):
     checkpointer.close()
   with pytest.raises(CheckpointError, match=r"cannot save step 2: this Checkpointer was closed\."):
     checkpointer.save(2, arrays())
-  assert sorted(path.name for path in tmp_path.iterdir()) == [storage.LOCK]
+  assert sorted(path.name for path in tmp_path.iterdir()) == [lock.LOCK]
 
 
 def test_a_checkpointer_without_a_save_is_collected(tmp_path):
@@ -119,9 +119,9 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
   def fail(*_, **__):
     raise OSError(number, os.strerror(number))
 
-  for owner, name in ((array_io, "read"), (storage, "sizes_in")):
+  for owner, name in ((array_io, "_open"), (storage, "all_files")):
     with monkeypatch.context() as patch:
-      patch.setattr(owner, name, fail if name == "read" else lambda _: fail)
+      patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
         Checkpointer(directory).restore(target_of(trees[2]), on_corrupt="fallback")
       assert "not a sign of damage" in str(caught.value)
@@ -129,12 +129,12 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
 
 def test_a_file_that_the_disk_cannot_read_is_damage(saved, monkeypatch):
   directory, trees = saved
-  right = storage.sizes_in
+  right = storage.all_files
 
   def fail(_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-  monkeypatch.setattr(storage, "sizes_in", lambda folder: fail if folder.name == "2" else right(folder))
+  monkeypatch.setattr(storage, "all_files", lambda folder: (fail if folder.name == "2" else right)(folder))
   checkpointer = Checkpointer(directory)
   with pytest.warns(UserWarning, match="step 2 was passed over: step 2 is damaged: .* cannot be read"):
     assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
@@ -263,7 +263,7 @@ def test_a_step_that_vanishes_is_not_called_damaged(saved, monkeypatch):
   assert_same(checkpointer.restore(target_of(trees[2])), trees[2])  # the newest was asked for
   assert checkpointer.restored.step == 4
   with monkeypatch.context() as patch:  # between the manifest and the arrays
-    patch.setattr(storage, "sizes_in", lambda file: (_ for _ in ()).throw(FileNotFoundError(file)))
+    patch.setattr(storage, "all_files", lambda file: (_ for _ in ()).throw(FileNotFoundError(file)))
     assert checkpointer.diff(target_of(trees[2])).bytes_read == sum(x.nbytes for x in trees[2].values())
   monkeypatch.setattr(restore, "read", lambda *_, **__: shutil.rmtree(directory / "4") or real(*_, **__))
   with pytest.raises(CheckpointError, match=r"4 vanished: another process removed or replaced it"):

@@ -13,7 +13,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same
-from nnx_parallel.checkpoint.storage import LOCK
+from nnx_parallel.checkpoint.lock import LOCK
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors, read_tensors
 from nnx_parallel.interop.weights import Rule, WeightMap

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.core.processes import Exchange
-from nnx_parallel.errors import CheckpointError, NnxParallelError
+from nnx_parallel.errors import CheckpointError, DamagedError, NnxParallelError
 
 T = TypeVar("T")
 _SOUND, _DAMAGED, _FAILED = range(3)
@@ -22,13 +21,12 @@ _MOST_NAMED = 8
 
 @dataclasses.dataclass
 class Block:
-  """A block of the function `together`.
+  """A block of the function `together`, and what each process says at its end.
 
   Attributes:
-    mine: the JSON value that this process sends to process 0 at the end of the block.
+    mine: the JSON value that this process sends to process 0.
     same: what must be the same on all processes, as pairs of its name and its text.
-    decide: what process 0 does when all processes have come without an error; gets the values of all. By
-      default it takes its own value.
+    decide: what process 0 makes of the values of all, once all have come without an error.
     found: after the block, the JSON value that `decide` returned, on each process.
   """
 
@@ -72,8 +70,15 @@ def together(name: str = "together") -> Generator[Block]:
   def judge(texts: list[str]) -> str:
     nonlocal error
     said = [json.loads(text) for text in texts]
-    answer = _verdict(said)
-    if answer["code"] == _SOUND:
+    code = max(one["code"] for one in said)
+    answer: dict[str, Any] = {"code": code}
+    if code != _SOUND:
+      failed = [process for process, one in enumerate(said) if one["code"] == code]
+      answer |= {"failed": failed[:_MOST_NAMED], "what": said[failed[0]]["what"]}
+    elif others := [process for process, one in enumerate(said) if one["same"] != said[0]["same"]]:
+      what = next(one["same"][0] for one in said if one["same"])
+      answer = {"code": _FAILED, "differ": others[:_MOST_NAMED], "what": what}
+    else:
       try:
         answer["value"] = block.decide([one["value"] for one in said])
       except Exception as caught:  # noqa: BLE001 (raised below)
@@ -81,7 +86,8 @@ def together(name: str = "together") -> Generator[Block]:
         answer = {"code": _code(error), "failed": [0], "what": _what(error)}
     return json.dumps(answer)
 
-  same = block.same and [block.same[0], hashlib.sha256(block.same[1].encode()).hexdigest()]
+  text = "" if block.same is None else block.same[1]
+  same = block.same and [block.same[0], hashlib.sha256(text.encode()).hexdigest()]
   mine = {"code": _code(error), "what": _what(error), "value": block.mine, "same": same}
   answer = json.loads(block.exchange.answer(json.dumps(mine), judge))
   if error is not None and _code(error) == answer["code"]:
@@ -90,7 +96,12 @@ def together(name: str = "together") -> Generator[Block]:
     block.found = answer["value"]
     return
   if "differ" in answer:
-    raise _disagreement(answer, "" if block.same is None else block.same[1]) from error
+    raise CheckpointError(
+      f"the processes do not agree on {answer['what']}.",
+      details=f"processes {answer['differ']} differ from process 0; this is process {jax.process_index()}: "
+      f"{text[:200]}",
+      fix="make the same call with the same arguments on every process.",
+    ) from error
   kind = DamagedError if answer["code"] == _DAMAGED else CheckpointError
   raise kind(
     f"processes {answer['failed']} failed, so this process stopped too.",
@@ -103,35 +114,10 @@ def _code(error: Exception | None) -> int:
   return _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
 
 
-def _verdict(said: list[Any]) -> dict[str, Any]:
-  """What process 0 makes of the ends of a block on all processes."""
-  code = max(one["code"] for one in said)
-  if code != _SOUND:
-    failed = [process for process, one in enumerate(said) if one["code"] == code]
-    return {"code": code, "failed": failed[:_MOST_NAMED], "what": said[failed[0]]["what"]}
-  others = [process for process, one in enumerate(said) if one["same"] != said[0]["same"]]
-  if others:
-    return {
-      "code": _FAILED,
-      "differ": others[:_MOST_NAMED],
-      "what": next(one["same"][0] for one in said if one["same"]),
-    }
-  return {"code": _SOUND}
-
-
 def _what(error: Exception | None) -> str:
   if isinstance(error, NnxParallelError):
     return f"{error.what} {error.details}".strip()[:1000]
   return "" if error is None else f"{type(error).__name__}: {error}"[:1000]
-
-
-def _disagreement(answer: dict[str, Any], text: str) -> CheckpointError:
-  return CheckpointError(
-    f"the processes do not agree on {answer['what']}.",
-    details=f"processes {answer['differ']} differ from process 0; this is process {jax.process_index()}: "
-    f"{text[:200]}",
-    fix="make the same call with the same arguments on every process.",
-  )
 
 
 def require_same(what: str, text: str) -> None:
@@ -143,8 +129,7 @@ def require_same(what: str, text: str) -> None:
 def decided(function: Callable[[], T]) -> T:
   """The function's result on process 0, a JSON value: other processes may not see the same files yet."""
   with together() as block:
-    if jax.process_index() == 0:
-      block.mine = function()
+    block.decide = lambda _: function()
   return block.found
 
 

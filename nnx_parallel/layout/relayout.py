@@ -1,4 +1,4 @@
-"""Temporary layouts: evenly sharded, on Auto axes, without padding."""
+"""Temporary layouts: evenly sharded, on Auto axes, without padding; and layouts as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import auto_mesh
+from nnx_parallel.core.mesh import auto_mesh, axis_sizes
+from nnx_parallel.layout.leaf import HOST_KINDS
 from nnx_parallel.layout.resolve import add_axes
 
 
@@ -68,3 +69,32 @@ def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _cut(shape: tuple[int, ...], layout: jax.sharding.Sharding) -> jax.stages.Wrapped:
   window = tuple(slice(0, size) for size in shape)
   return jax.jit(lambda array: array[window], out_shardings=layout)
+
+
+def is_on_host(sharding: Sharding) -> bool:
+  """Whether a layout is in host memory, on devices with their own memory."""
+  kind = sharding.memory_kind
+  return kind in HOST_KINDS and kind != next(iter(sharding.device_set)).default_memory().kind
+
+
+def layout_text(sharding: Sharding | None) -> str:
+  """A layout as text. Axes of size 1 are left out, so equal texts are equal layouts.
+
+  Example:
+    >>> mesh = jax.make_mesh((2, 1, 4), ("a", "b", "c"))
+    >>> layout_text(NamedSharding(mesh, jax.P(("a", "b"), None, "c")))
+    "P('a', None, 'c') on {'a': 2, 'c': 4}"
+  """
+  if sharding is None:
+    return ""
+  where = f" in {sharding.memory_kind}" if is_on_host(sharding) else ""
+  if sharding.num_devices == 1:
+    return f"one device{where}"
+  if not isinstance(sharding, NamedSharding):
+    return f"{type(sharding).__name__} on {sharding.num_devices} devices{where}"
+  sizes = {name: size for name, size in axis_sizes(sharding.mesh).items() if size > 1}
+  split = [tuple(axis for axis in axes_of(entry) if axis in sizes) for entry in sharding.spec]
+  while split and not split[-1]:
+    split.pop()
+  names = (repr(entry_of(axes)) for axes in split)
+  return f"P({', '.join(names)}) on {sizes}{where}"
