@@ -14,6 +14,7 @@ with epy.lazy_api_imports(globals()):
     matmul_reduce_scatter,
   )
   from nnx_parallel.schemes.context import context_attention
+  from nnx_parallel.schemes.expert_functions import mlp_experts, ragged_dot
   from nnx_parallel.schemes.experts import experts
   from nnx_parallel.schemes.per_matrix import per_matrix
   from nnx_parallel.schemes.pipeline import pipeline
@@ -40,8 +41,10 @@ __all__ = [
   "map_kernel",
   "map_shards",
   "matmul_reduce_scatter",
+  "mlp_experts",
   "per_matrix",
   "pipeline",
+  "ragged_dot",
   "route",
   "send",
   "vocabulary_cross_entropy",
