@@ -155,7 +155,7 @@ def products(record: Record, count: int, top_k: int, tokens: int, width: int, hi
     record.value(f"{name}: temporaries", temporaries, "MiB", group=group)
 
 
-def elsewhere(*args: Any, tpu: Any, default: Any) -> Any:  # noqa: ARG001
+def elsewhere(*args: Any, tpu: Any, default: Any) -> Any:
   """What the platforms without a kernel of grouped products run, in place of `platform_dependent`."""
   return default(*args)
 
