@@ -37,8 +37,7 @@ def mlp_experts(
     parameters: `"up"` of shape (experts, features, hidden), `"down"` of shape (experts, hidden, features),
       and optionally `"gate"`, with the shape of `"up"`.
     rows: the rows of the first expert, then of the second, and so on, of shape (rows, features).
-    group_sizes: the number of rows of each expert, int32 of shape (experts,). Rows after the last expert's
-      rows have any result, and no gradient.
+    group_sizes: the number of rows of each expert, int32 of shape (experts,); their sum is that of all rows.
     activation: a function of each element.
 
   Returns:
@@ -72,6 +71,7 @@ def ragged_dot(
   weights: jax.Array,
   group_sizes: jax.Array,
   *,
+  bias: jax.Array | None = None,
   precision: Any = None,
   preferred_element_type: Any = None,
 ) -> jax.Array:
@@ -83,8 +83,8 @@ def ragged_dot(
   Args:
     rows: the rows of the first expert, then of the second, and so on, of shape (rows, features).
     weights: one matrix for each expert, of shape (experts, features, results).
-    group_sizes: the number of rows of each expert, int32 of shape (experts,). Rows after the last expert's
-      rows have any result, and no gradient.
+    group_sizes: the number of rows of each expert, int32 of shape (experts,); their sum is that of all rows.
+    bias: numbers of shape (experts, results) that are added to the products of the rows of each expert.
     precision: as in `jax.numpy.matmul`.
     preferred_element_type: the dtype of the results; None: the dtype that the arguments promote to.
 
@@ -93,21 +93,22 @@ def ragged_dot(
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-    >>> def biased_experts(p, rows, group_sizes):   # an expert_fn with a bias for each expert
-    ...   bias = jnp.repeat(p["bias"], group_sizes, axis=0, total_repeat_length=len(rows))
-    ...   return nxp.parallel.ragged_dot(rows, p["kernel"], group_sizes) + bias
-    >>> p = {"kernel": jnp.ones((2, 3, 1)), "bias": jnp.array([[0.0], [10.0]])}
-    >>> biased_experts(p, jnp.ones((3, 3)), jnp.array([1, 2]))[:, 0].tolist()
+    >>> rows, weights, bias = jnp.ones((3, 3)), jnp.ones((2, 3, 1)), jnp.array([[0.0], [10.0]])
+    >>> nxp.parallel.ragged_dot(rows, weights, jnp.array([1, 2]), bias=bias)[:, 0].tolist()
     [3.0, 13.0, 13.0]
   """
   if len(weights) > 1:
-    return _grouped(precision, preferred_element_type)(rows, weights, group_sizes)
+    found = _grouped(precision, preferred_element_type)(rows, weights, group_sizes)
+    if bias is None:
+      return found
+    return found + jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=len(rows))
   weight = weights[0]
   contracted, *others = (*jax.typeof(weight).sharding.spec, None, None)[:2]
   # The type of a sum over a dim that an Explicit axis shards is the caller's choice.
   out: Any = {} if contracted is None else {"out_sharding": PartitionSpec(None, *others)}
   dtype = {"precision": precision, "preferred_element_type": preferred_element_type}
-  return jnp.matmul(rows, weight, **dtype, **out)
+  found = jnp.matmul(rows, weight, **dtype, **out)
+  return found if bias is None else found + bias[0]
 
 
 @functools.cache

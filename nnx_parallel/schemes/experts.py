@@ -346,7 +346,8 @@ def _with_capacity(
 
   # One product for each expert is fastest for equal numbers of rows. JAX maps its `ragged_dot` if the sizes
   # are mapped too.
-  done = jax.vmap(compute)(parameters, rows, jnp.full((kind.own, 1), rows.shape[1], jnp.int32))
+  sizes = jnp.full((kind.own, 1), rows.shape[1], jnp.int32)
+  done = jax.vmap(compute)(parameters, rows, sizes)
   check_rows(rows, done)
   rows = done.reshape(kind.own, kind.ways, size, -1).swapaxes(0, 1).reshape(kind.experts, size, -1)
   result = _sum_results(kind.exchange(rows).reshape(choices.size, -1), weights.T, choices, slots)
@@ -494,16 +495,20 @@ def _in_groups(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, s
 
   def body(n: jax.Array | int, state: PyTree) -> PyTree:
     places = n * size + jnp.arange(size, dtype=jnp.int32)
-    # The last expert with choices also gets the repeated ones. If there are no choices, no row has an expert.
-    ends = jnp.where(
-      queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), jnp.where(end > 0, size, 0)
-    )
+    # The last expert with choices also gets the repeated ones.
+    ends = jnp.where(queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), size)
     choices = queues.order[jnp.minimum(places, end - 1)]
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
     return visit(_Part(choices, places < end, parameters, sizes, jnp.add), state)
 
-  state = body(0, state)
-  return jax.lax.fori_loop(1, -(-end // size), body, state) if size < queues.order.size else state
+  # No part if there are no choices: an exchange leaves arbitrary numbers in its empty rows.
+  return jax.lax.fori_loop(0, -(-end // size), body, state)
+
+
+def _of_one(function: ExpertFn) -> Callable[[PyTree, jax.Array], PyTree]:
+  """`function` of the first expert and all rows."""
+  first = functools.partial(jax.tree.map, lambda leaf: leaf[:1])
+  return lambda parameters, rows: function(first(parameters), rows, jnp.full(1, len(rows), jnp.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -518,7 +523,7 @@ def _dropless_forward(
   kind: _Kind, parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array
 ) -> tuple[jax.Array, PyTree]:
   rounds = _Rounds.plan(kind, weights, experts)
-  row = jax.eval_shape(kind.function, parameters, x, jnp.zeros(kind.own, jnp.int32))
+  row = jax.eval_shape(_of_one(kind.function), parameters, x)
   check_rows(x, row)
   if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in (*jax.tree.leaves(parameters), row)):
     raise SchemeError("experts without a capacity add up real numbers.", fix="capacity=2, for example.")

@@ -25,13 +25,9 @@ WIDTH, HIDDEN = 6, 10
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
-def of_rows(leaf, rows, sizes):
-  return jnp.repeat(leaf, sizes, axis=0, total_repeat_length=len(rows))
-
-
 def gated(p, rows, sizes):
-  weights = {name: p[name] for name in ("gate", "up", "down")}
-  return nxp.parallel.mlp_experts(weights, rows, sizes) + of_rows(p["bias"], rows, sizes)
+  gate, up = (nxp.parallel.ragged_dot(rows, p[name], sizes) for name in ("gate", "up"))
+  return nxp.parallel.ragged_dot(jax.nn.silu(gate) * up, p["down"], sizes, bias=p["bias"])
 
 
 def alone(expert):
@@ -165,7 +161,8 @@ MESH = BY_DATA
 
 
 def mark(own, rows, sizes):
-  return of_rows(own, rows, sizes) * (rows[:, :1] + 1)
+  own = jnp.repeat(own, sizes, axis=0, total_repeat_length=len(rows))
+  return own * (rows[:, :1] + 1)
 
 
 @functools.cache
@@ -602,7 +599,7 @@ def test_a_bias_that_follows_the_loads_balances_them():
 
 
 def up(p, rows, sizes):
-  return jnp.einsum("rf,ef...->r...", rows, p["up"])
+  return rows @ p["up"].sum(0)
 
 
 ROWS = "one row for each row"
