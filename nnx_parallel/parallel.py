@@ -7,11 +7,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layers.attention.call import attention
   from nnx_parallel.layers.pipeline import Schedule
   from nnx_parallel.schemes.collectives import (
-    all_gather_matmul,
     gather_parameters,
     map_kernel,
     map_shards,
-    matmul_reduce_scatter,
   )
   from nnx_parallel.schemes.context import context_attention
   from nnx_parallel.schemes.expert_functions import mlp_experts, ragged_dot
@@ -29,7 +27,6 @@ __all__ = [
   "Routing",
   "Schedule",
   "Sent",
-  "all_gather_matmul",
   "attention",
   "auto_axes",
   "balanced_bias",
@@ -40,7 +37,6 @@ __all__ = [
   "gather_parameters",
   "map_kernel",
   "map_shards",
-  "matmul_reduce_scatter",
   "mlp_experts",
   "per_matrix",
   "pipeline",
