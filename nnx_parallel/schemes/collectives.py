@@ -1,4 +1,4 @@
-"""For code written with `shard_map`: modules in it, parameter gathers, products that overlap with a ring.
+"""For code written with `shard_map`: modules in it, parameter gathers, and kernels.
 
 `jax.shard_map` takes arrays and a spec for each. `map_shards` takes modules, optimizers and batches, and
 reads their specs from the plan. `map_kernel` takes a kernel and derives its specs from logical names.
@@ -22,7 +22,6 @@ from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.attention.tiles import sent
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.layout.plan import Plan, check_plan
 
@@ -146,7 +145,7 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
   """
   axes = (axis,) if isinstance(axis, str) else tuple(axis)
   for name in axes:
-    _size(name)
+    _check_manual(name)
   graphdef, parameters, rest = nnx.split(module, nnx.Param, ...)
   planned, whole = plan.of("model"), []
   for path, parameter in nnx.to_flat_state(parameters):
@@ -192,98 +191,9 @@ def _averaged(x: jax.Array, axis: str) -> jax.Array:
 _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: (jax.lax.pmean(g, axis),))
 
 
-def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
-  """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next shard travels.
-
-  Call it in the body of a `shard_map` in which the rows of `x` and the columns of `w` are sharded over an
-  axis, as in the first product of a tensor-parallel layer with sequence parallelism.
-
-  Args:
-    x: the device's own rows, of per-device shape (..., rows / n, features), with n devices along the axis.
-    w: the device's own columns, of per-device shape (features, columns / n); or all columns, replicated.
-    axis: the mesh axis.
-
-  Returns:
-    All rows of the device's own columns, of per-device shape (..., rows, columns / n).
-
-  Raises:
-    SchemeError: the call is not inside a `shard_map` over this axis.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-    >>> from jax import P
-    >>> x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 16))
-    >>> f = lambda x, w: nxp.parallel.all_gather_matmul(x, w, "tensor")
-    >>> mesh, specs = nxp.make_mesh(tensor=8), (P("tensor"), P(None, "tensor"))
-    >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(None, "tensor"))(x, w)
-    >>> bool(jnp.allclose(y, x @ w))
-    True
-
-  Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
-  """
-  size, rows = _size(axis), x.shape[-2]
-  parts = []
-  for _ in range(size):
-    parts.append(x @ w)
-    x = sent(x, axis, size) if len(parts) < size else x
-  # This device's rows come first, then the rows of the device before it, and so on.
-  backwards = jnp.concatenate(parts[::-1], axis=-2)
-  return jnp.roll(backwards, (jax.lax.axis_index(axis) + 1) * rows, axis=-2)
-
-
-def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
-  """Computes `psum_scatter(x @ w)` around a ring: a sum travels while the next product is computed.
-
-  Call it in the body of a `shard_map` in which the features over which the product sums are sharded over an
-  axis, as in the second product of a tensor-parallel layer.
-
-  Args:
-    x: all rows of the device's own features, of per-device shape (..., rows, features / n), with n devices
-      along the axis.
-    w: the rows of `w` for the device's own features, of per-device shape (features / n, columns).
-    axis: the mesh axis.
-
-  Returns:
-    The device's own rows of the sum over the axis, of per-device shape (..., rows / n, columns).
-
-  Raises:
-    SchemeError: the call is not inside a `shard_map` over this axis, or the axis size does not divide the
-      rows.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-    >>> from jax import P
-    >>> x, w = jnp.arange(64.0).reshape(8, 8), jnp.ones((8, 2))
-    >>> f = lambda x, w: nxp.parallel.matmul_reduce_scatter(x, w, "tensor")
-    >>> mesh, specs = nxp.make_mesh(tensor=8), (P(None, "tensor"), P("tensor"))
-    >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("tensor"))(x, w)
-    >>> bool(jnp.allclose(y, x @ w))
-    True
-
-  Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
-  """
-  size, index = _size(axis), jax.lax.axis_index(axis)
-  if x.shape[-2] % size:
-    raise SchemeError(
-      f"{x.shape[-2]} rows cannot be scattered over {size} devices along {axis!r}.",
-      details=f"x {x.shape}, w {w.shape}",
-      fix=f"pad them to {x.shape[-2] + -x.shape[-2] % size}.",
-    )
-  rows = x.shape[-2] // size
-
-  def part(step: int) -> jax.Array:
-    start = (index - 1 - step) % size * rows
-    return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=x.ndim - 2) @ w
-
-  total = part(0)
-  for step in range(1, size):
-    total = sent(total, axis, size) + part(step)
-  return total
-
-
-def _size(axis: str) -> int:
+def _check_manual(axis: str) -> None:
   try:
-    return jax.lax.axis_size(axis)
+    jax.lax.axis_size(axis)
   except NameError as error:
     raise SchemeError(
       f"the code that runs here is not split along {axis!r} by hand.",

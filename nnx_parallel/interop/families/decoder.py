@@ -18,6 +18,7 @@ from flax import nnx
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.families.settings import settings
 from nnx_parallel.interop.huggingface import ConfigJson
+from nnx_parallel.schemes.expert_functions import ExpertFn, mlp_experts
 from nnx_parallel.schemes.experts import experts
 from nnx_parallel.schemes.routing import route
 
@@ -314,14 +315,15 @@ class Experts(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps each position separately."""
-    activation = ACTIVATIONS[self.config.activation]
-
-    def expert(p: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
-      return (activation(rows @ p["w1"]) * (rows @ p["w3"])) @ p["w2"]
-
     routing = route(self.gate(x), self.config.experts_per_token)
-    y, _ = experts(expert, {"w1": self.w1, "w2": self.w2, "w3": self.w3}, x, routing)
+    weights = {"gate": self.w1, "up": self.w3, "down": self.w2}
+    y, _ = experts(_expert_fn(self.config.activation), weights, x, routing)
     return y
+
+
+@functools.cache  # one function for all layers: layers with different functions are not equal
+def _expert_fn(activation: str) -> ExpertFn:
+  return functools.partial(mlp_experts, activation=ACTIVATIONS[activation])
 
 
 class Layer(nnx.Module):
