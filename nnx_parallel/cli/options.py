@@ -48,14 +48,7 @@ def attention(text: str) -> str | int:
 
 
 def pipeline(text: str) -> Pipeline:
-  """An axis, and optionally the virtual stages of a circular schedule and the order, for argparse.
-
-  Example:
-    >>> pipeline("stage"), pipeline("stage:2").virtual_stages
-    (Pipeline(axis='stage', virtual_stages=1, order=None, recompute=True), 2)
-    >>> pipeline("stage:2:1f1b")
-    Pipeline(axis='stage', virtual_stages=2, order='1f1b', recompute=True)
-  """
+  """AXIS[:VIRTUAL_STAGES][:ORDER], for argparse."""
   from nnx_parallel.layers.pipeline import Order, Pipeline
 
   axis, *rest = text.split(":")
@@ -81,12 +74,7 @@ def axis_or_pipeline(text: str) -> Pipeline | str:
 
 
 def parse_rules(text: str) -> Rules:
-  """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse.
-
-  Example:
-    >>> parse_rules("sequence=tensor,batch=data+fsdp")
-    {'sequence': ('tensor',), 'batch': ('data', 'fsdp')}
-  """
+  """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse."""
   rules: Rules = {}
   for part in text.split(","):
     name, _, axes = part.strip().partition("=")
@@ -210,10 +198,7 @@ def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Plan:
 
 
 def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = False) -> Mesh:
-  """The mesh of a command on real or simulated devices; must come before jax's first use.
-
-  With `join`, on the devices of all processes of the job.
-  """
+  """The mesh on devices, of all processes with `join`; must come before jax's first use."""
   sizes = mesh_sizes(recipe, args.mesh, args.rules, getattr(args, "pipeline", None))
   start_devices(sizes, args.devices)
   if join:
@@ -243,22 +228,12 @@ def changed_rules(recipe: Recipe, changes: Rules) -> Any:
 
 
 def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:
-  """Changes of rules as `--rules` takes them.
-
-  Example:
-    >>> format_rules({"sequence": ("tensor",)})
-    'sequence=tensor'
-  """
+  """Changes of rules as `--rules` takes them."""
   return ",".join(f"{name}={'+'.join(axes)}" for name, axes in changes.items())
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
-  """Sizes of mesh axes as `--mesh` takes them.
-
-  Example:
-    >>> format_sizes({"data": 2, "tensor": 4})
-    'data=2,tensor=4'
-  """
+  """Sizes of mesh axes as `--mesh` takes them."""
   return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
@@ -275,12 +250,7 @@ def write_page(file: Path, page: str) -> None:
 
 
 def parse_mesh(text: str) -> Sizes:
-  """Reads `data=2,fsdp=-1` as axis -> devices along it.
-
-  Example:
-    >>> parse_mesh("data=2,fsdp=-1")
-    {'data': 2, 'fsdp': -1}
-  """
+  """Reads `data=2,fsdp=-1` as axis -> devices along it."""
   sizes: Sizes = {}
   for part in text.split(","):
     axis, _, size = part.strip().partition("=")
@@ -301,10 +271,9 @@ def mesh_sizes(
   rules: Mapping[str, tuple[str, ...]] | None = None,
   pipeline: Pipeline | None = None,
 ) -> Sizes:
-  """The mesh of a command, as axis -> devices along it.
+  """Axis -> devices. Axes of the recipe's `mesh()` that `--mesh` leaves out have size 1.
 
-  The recipe's `mesh()` has the axes that its rules use. Those that `--mesh` leaves out have size 1; another
-  axis is an error unless `--rules` or `--pipeline` names it, because nothing would be split along it.
+  Another axis, which neither `--rules` nor `--pipeline` names, is an error: nothing would be split.
   """
   known = recipe.mesh() if recipe.mesh is not None else {}
   if text is None:
@@ -325,10 +294,9 @@ def mesh_sizes(
 
 
 def start_devices(sizes: Sizes, devices: int | None) -> None:
-  """Simulates as many CPU devices as the mesh needs; must come before jax's first use.
+  """Simulates as many CPU devices as the mesh needs, before jax's first use, unless there is an accelerator.
 
-  An accelerator is used even then, unless `devices` is given. A count in the environment
-  (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
+  With `devices`, also then. A count in the environment stays.
   """
   import jax
 

@@ -143,12 +143,7 @@ def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None 
 
 
 class Served:
-  """A program of a model without its source; made by `load_program`.
-
-  Attributes:
-    mesh: its mesh; None for one device.
-    args: the arguments of a call, as `ShapeDtypeStruct`s.
-  """
+  """A program of a model without its source; made by `load_program`. `args` are the arguments of a call."""
 
   def __init__(self, exported: export.Exported, mesh: Mesh | None, device: Any, layout: dict[str, Any]):
     self.mesh, self._changes = mesh, layout["changes"]
@@ -180,15 +175,9 @@ class Served:
     return nnx.traversals.unflatten_mapping(dict(zip(self._paths, self._leaves, strict=True)))
 
   def load(self, weights: PyTree) -> Served:
-    """Gives the program its weights.
+    """Gives the program arrays of the paths and shapes of `weights`, as a nested dict or an `nnx.State`.
 
-    Args:
-      weights: arrays of the same paths and global shapes, in a nested dict such as
-        `nxp.Checkpointer("run").restore(served.weights)`, or an `nnx.State`. Arrays with another layout are
-        moved.
-
-    Returns:
-      The program itself.
+    Arrays with another layout are moved. Returns the program itself.
     """
     given = nnx.to_pure_dict(weights) if isinstance(weights, nnx.State) else weights
     flat = {path: value_of(x) for path, x in nnx.traversals.flatten_mapping(given).items()}
@@ -207,14 +196,9 @@ class Served:
     return self
 
   def __call__(self, *args: PyTree) -> PyTree:
-    """Runs the program; the next call uses the Variables that it changes.
+    """Runs the program on arguments such as `args`, which are moved; it keeps the Variables that it changes.
 
-    Args:
-      *args: as `args` says; host arrays and arrays with another layout are moved. For a generator: prompts,
-        lengths, numbers of requests and a key.
-
-    Returns:
-      The result of the function, global; for a generator a dict of the fields of `nxp.Generated`.
+    A generator takes prompts, lengths, numbers of requests and a key, and returns the fields of `Generated`.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves):
       raise CheckpointError("the program has no weights yet.", fix="served.load(weights)")
