@@ -14,7 +14,7 @@ from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import listed
 from nnx_parallel.core.types import AnyArray, PyTree, Variable
 from nnx_parallel.create.reshard import resized
-from nnx_parallel.create.slicing.assemble import put
+from nnx_parallel.create.slices import put
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.hosts.data import check_concrete, shard_batch
 from nnx_parallel.layout.plan import Plan
