@@ -169,7 +169,7 @@ def construct(
     traces.clear()  # large compared with a shard, and no longer needed
   if not isinstance(sliced, str):
     logger.info("%s", "\n".join(_programs(plan, sliced)))
-    arrays = assemble(sliced, shardings)
+    arrays = assemble(sliced, shardings, mesh)
   else:
     if compile == "slices":
       logger.warning("creating the model as one program: %s", sliced)
@@ -197,7 +197,9 @@ def cut_plan(
 ) -> Cut | str:
   """Cuts the plan's constructor into slices; or returns the reason, as a clause, why it cannot be sliced."""
   traces = traces or _trace(plan)
-  return why_one_program(traces.values()) or cut(*_phases(plan, traces), shardings)
+  return why_one_program(traces.values()) or cut(
+    *_phases(plan, traces), shardings, real_mesh(plan).local_devices[0]
+  )
 
 
 def _trace(plan: Plan) -> dict[Root, Trace]:

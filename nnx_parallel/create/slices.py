@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.interpret import flattened, is_literal, read, walk
 from nnx_parallel.core.jaxprs import bind, is_call
@@ -64,7 +64,9 @@ class Cut(NamedTuple):
   given: list[int]
 
 
-def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[NamedSharding]) -> Cut:
+def cut(
+  phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[NamedSharding], device: object
+) -> Cut:
   """Cuts a traced constructor without side effects into groups of equal slices that make these results."""
   known, operations, made = dict[Var, AnyArray](), list[JaxprEqn](), list[Var]()
   for program, reads in phases:
@@ -78,7 +80,7 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
   results = [made[i] for i in outputs]
   first, slices = _split(operations, results, known)
   # Tiny values need one device and no mesh; eager operations on all devices would take ten times as long.
-  with jax.default_device(shardings[0].mesh.local_devices[0]):
+  with jax.default_device(device):
     walk(first, known, _run_eagerly)
   groups, keys = dict[Hashable, list[Slice]](), Keys()
   for output, behind in slices.items():
@@ -98,8 +100,9 @@ def _is_opened(eqn: JaxprEqn) -> bool:
 def _variable(value: Var, names: dict[Var, Var], known: dict[Var, AnyArray]) -> Var:
   if not is_literal(value):
     return names.get(value, value)
-  number = Number(value.aval)
-  known[number] = np.asarray(value.val, dtype=value.aval.dtype)
+  aval: Aval = value.aval
+  number = Number(aval)
+  known[number] = np.asarray(value.val, dtype=aval.dtype)
   return number
 
 
@@ -146,9 +149,9 @@ def _run_alone(op: JaxprEqn, inputs: list[Var]) -> Sequence[jax.Array]:
   return jax.lax.optimization_barrier([*results]) if rounds else results
 
 
-def assemble(found: Cut, shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+def assemble(found: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
   """Makes every result of a cut constructor, slice by slice; each array has its own buffers."""
-  with use_mesh(shardings[0].mesh):
+  with use_mesh(mesh):
     lowered = [lower_slice(found, group[0], shardings) for group in found.groups]
   # XLA compiles outside the interpreter lock, so several programs compile at a time.
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
