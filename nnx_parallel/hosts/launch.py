@@ -142,18 +142,14 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
       if (step := max(attempt.steps().values(), default=-1)) > best:
         best, pause = step, job.pause
       write(f"-- restart {number + 1} of {job.restarts} in {pause:g} s")
-      _wait(pause, came)
+      until = time.monotonic() + pause
+      while not came and time.monotonic() < until:
+        time.sleep(LOOK_S)
       if came:
         return 128 + came[0]
       pause = min(2 * pause, LONGEST_PAUSE_S)
   write(f"-- no restart is left of {job.restarts}")
   return code
-
-
-def _wait(seconds: float, came: list[int]) -> None:
-  until = time.monotonic() + seconds
-  while not came and time.monotonic() < until:
-    time.sleep(0.05)
 
 
 @contextlib.contextmanager
