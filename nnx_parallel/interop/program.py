@@ -19,7 +19,6 @@ from flax import nnx
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from nnx_parallel.core.axes import axes_of, entry_of
 from nnx_parallel.core.mesh import explicit_axes, make_mesh, own_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
@@ -89,19 +88,20 @@ def export_program(
   with places.active(), default_scope(places.scope):
     jax.eval_shape(lambda leaves, *args: changes.extend(run(leaves, *args)[1]), leaves, *args)
     wheres = None if binding.mesh is None else [leaves[i].sharding for i in changes]
-    jitted = jax.jit(outputs, out_shardings=(None, wheres))
+    # An input that the program does not read, such as a cache that it empties, would lose its sharding.
+    jitted = jax.jit(outputs, out_shardings=(None, wheres), keep_unused=True)
     exported = export.export(jitted, platforms=platforms)(*_split(leaves, changes), *args)
+  _require_flatbuffers()
   mesh = places.mesh
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
     "explicit": mesh is not None and explicit_axes(mesh),
     "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
-    "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,
   }
   temporary = Path(f"{os.fspath(file)}.{os.getpid()}")
   with zipfile.ZipFile(temporary, "w") as packed:
-    packed.writestr("program", _serialized(exported))
+    packed.writestr("program", bytes(exported.serialize()))
     packed.writestr("layout.json", json.dumps(layout))
   temporary.replace(file)
 
@@ -149,24 +149,15 @@ class Served:
     self.mesh, self._changes = mesh, layout["changes"]
     self._paths = [tuple(path) for path in layout["paths"]]
 
-    def struct(x: AnyArray, where: Sharding | None) -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-    def named(entries: Sequence[Sequence[str]]) -> Sharding:
-      spec = PartitionSpec(*(entry_of(tuple(axes)) for axes in entries))
-      return SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, spec)
-
-    count = len(exported.in_avals)
-    read = [None] * count if mesh is None else exported.in_shardings_jax(mesh)
-    # Inputs that the program does not read, such as a cache that it empties, have no sharding there.
-    structs = [struct(x, where or named([])) for x, where in zip(exported.in_avals, read, strict=True)]
+    whole = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
+    given = [None] * len(exported.in_avals) if mesh is None else exported.in_shardings_jax(mesh)
+    structs = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where or whole)
+      for x, where in zip(exported.in_avals, given, strict=True)
+    ]
     (changing, fixed, *args), _ = jax.tree.unflatten(exported.in_tree, structs)
     self.args: tuple[PyTree, ...] = tuple(args)
-    leaves = _joined(changing, fixed, self._changes)
-    specs = layout["specs"]
-    self._leaves: list[AnyArray] = [
-      struct(x, named(entries)) for x, entries in zip(leaves, specs, strict=True)
-    ]
+    self._leaves = _joined(changing, fixed, self._changes)
     self._jitted: Any = jax.jit(exported.call, donate_argnums=0)
 
   @property
@@ -237,11 +228,6 @@ def _joined(
   return [found[i] if i in found else next(others) for i in range(count)]
 
 
-def _entries(sharding: Sharding | None) -> list[list[str]]:
-  """A spec as JSON."""
-  return [list(axes_of(entry)) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
-
-
 def _abstract(x: PyTree) -> PyTree:
   def struct(x: AnyArray) -> jax.ShapeDtypeStruct:
     own = getattr(x, "sharding", None)
@@ -262,8 +248,3 @@ def _require_flatbuffers() -> None:
     raise CheckpointError(
       "jax.export needs the package flatbuffers.", fix="pip install flatbuffers"
     ) from error
-
-
-def _serialized(exported: Any) -> bytes:
-  _require_flatbuffers()
-  return exported.serialize()
