@@ -3,7 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.hosts.send import Sent, send
+  from nnx_parallel.hosts.send import send
   from nnx_parallel.layers.attention.call import attention
   from nnx_parallel.layers.pipeline import Schedule
   from nnx_parallel.schemes.collectives import (
@@ -26,7 +26,6 @@ with epy.lazy_api_imports(globals()):
 __all__ = [
   "Routing",
   "Schedule",
-  "Sent",
   "attention",
   "auto_axes",
   "balanced_bias",

@@ -57,7 +57,7 @@ X = np.ones((4, 4), np.float32)
 
 
 def test_the_context_of_an_equation_has_the_known_fields():
-  """`create/slicing/cut.py` compares these to find equal programs: a new field must join the comparison."""
+  """`create/slices.py` compares these to find equal programs: a new field must join the comparison."""
   (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
   known = {"compute_type", "threefry_partitionable", "xla_metadata", "cur_abstract_mesh", "configs"}
   known |= {"remove_size_one_mesh_axis"} | (set() if OLD else {"cur_layout_mode", "no_collectives"})
@@ -85,7 +85,7 @@ def plus_one(custom):
   ],
 )
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`core/jaxprs.py`, `infer/classes.py`, `create/slicing/cut.py` and `layers/layers.py` look into calls.
+  """`core/jaxprs.py`, `infer/classes.py`, `create/slices.py` and `layers/layers.py` look into calls.
 
   `verify/subject.py` knows custom rules by this name, and names their functions to the user.
   """
@@ -138,7 +138,7 @@ def test_a_convolution_says_how_it_is_grouped():
   reason="the operation is another one",
 )
 def test_custom_derivatives_are_the_known_parameters():
-  """`create/slicing/cut.py` leaves them out when it compares programs: each trace has others."""
+  """`create/slices.py` leaves them out when it compares programs: each trace has others."""
   found = equations(plus_one(jax.custom_vjp), X)["custom_vjp_call"].params
   assert {"fwd_jaxpr_thunk", "bwd"} <= set(found)
   assert "jvp_jaxpr_fun" in equations(plus_one(jax.custom_jvp), X)["custom_jvp_call"].params
@@ -302,7 +302,7 @@ def test_a_function_is_traced_once_for_each_type():
 
 
 def test_shards_tell_where_they_are():
-  """`train/donation.py` and `create/slicing/assemble.py` find arrays that share memory."""
+  """`train/donation.py` and `create/slices.py` find arrays that share memory."""
   array = jnp.ones(8)
   shard = array.addressable_shards[0].data
   assert shard.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()

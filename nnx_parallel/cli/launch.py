@@ -109,12 +109,7 @@ def command_of(words: Sequence[str]) -> list[str]:
 
 
 def resumed(command: Sequence[str]) -> list[str]:
-  """The command of a later attempt: it resumes from the newest step, whatever the first attempt's step.
-
-  Example:
-    >>> resumed(["train", "text_lm", "--resume", "40", "--steps", "50"])
-    ['train', 'text_lm', '--steps', '50', '--resume']
-  """
+  """The command of a later attempt: it resumes from the newest step, whatever the first attempt named."""
   kept = list(command)
   while (at := next((i for i, word in enumerate(kept) if re.match("--resume(=|$)", word)), None)) is not None:
     has_value = kept[at] == "--resume" and at + 1 < len(kept) and not kept[at + 1].startswith("-")

@@ -84,12 +84,7 @@ def step_name(text: str) -> int | str:
 
 
 def window(text: str) -> tuple[int, int]:
-  """The first and last step of a profile, for argparse.
-
-  Example:
-    >>> window("10:12")
-    (10, 12)
-  """
+  """The first and last step of a profile, for argparse."""
   first, _, last = text.partition(":")
   if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
     raise argparse.ArgumentTypeError(f"{text!r} is not a window of steps, such as 10:12")
@@ -214,11 +209,7 @@ def train(
 
 
 def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
-  """Places a batch, so that missing data or a wrong size is an error before the model is made.
-
-  Returns:
-    The number of examples of the batch; 0 if there is no batch.
-  """
+  """Places a batch, so that missing data or a wrong size is an error early; returns its examples, or 0."""
   import nnx_parallel as nxp
   from nnx_parallel.train.losses import examples_in
 
@@ -273,12 +264,7 @@ def describe(plan: nxp.Plan, step: int) -> str:
 
 
 def evaluation(metrics: Record) -> Record:
-  """The metrics of the evaluations, without their prefix.
-
-  Example:
-    >>> evaluation({"loss": 2.0, "eval_loss": 1.5})
-    {'loss': 1.5}
-  """
+  """The metrics of the evaluations, without their prefix."""
   return {name.removeprefix("eval_"): x for name, x in metrics.items() if name.startswith("eval_")}
 
 
@@ -289,10 +275,5 @@ def format_mfu(result: nxp.loop.FitResult) -> str:
 
 
 def format_record(record: Record) -> str:
-  """Metrics in one line.
-
-  Example:
-    >>> format_record({"loss": 1.25, "bits_per_byte": 1.8034})
-    'loss 1.2500, bits_per_byte 1.8034'
-  """
+  """Metrics in one line."""
   return ", ".join(f"{name} {value:.4f}" for name, value in record.items()) or "no held-out batches"

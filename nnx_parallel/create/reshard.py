@@ -22,7 +22,7 @@ from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.core.types import AnyArray, Leaf, Model
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
-from nnx_parallel.create.slicing.assemble import put
+from nnx_parallel.create.slices import put
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan

@@ -48,11 +48,9 @@ State = tuple[list[Any], Any]
 
 
 class Rows(NamedTuple):
-  """How rows with separate caches and positions lie in the arrays of the state.
+  """How many rows with separate caches and positions there are, and the dim of each cache that holds them.
 
-  Attributes:
-    number: of the rows: of slots, or of the batch.
-    dims: for each cache of the model, its dim that holds the rows; None: rows are stacked ahead of its dims.
+  None: the rows are stacked ahead of the dims of the cache.
   """
 
   number: int
@@ -238,10 +236,7 @@ class Bound:
     return self._pin(x, entry_of(self.axes))
 
   def _logits(self, x: jax.Array) -> jax.Array:
-    """Logits `(rows, vocabulary)` that are sharded as the head shards them.
-
-    If they were replicated at once, XLA would gather the head's kernel, which is larger.
-    """
+    """Logits `(rows, vocabulary)` as the head shards them: XLA would gather its kernel to replicate them."""
     if self.explicit:
       return self._rows(x)
     split = self._pin(x, entry_of(self.axes), PartitionSpec.UNCONSTRAINED)
@@ -257,13 +252,7 @@ class Bound:
     ]
 
   def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
-    """Caches of all rows, with rows in the layout of the batch, and each row in the layout of its own dims.
-
-    Args:
-      x: the caches; their dim 0 is the rows.
-      own: entries of the spec of a row; batch axes among them are left out.
-      rest: the entry of all later dims.
-    """
+    """Caches with rows as the batch, and a row as `own` says, without batch axes; `rest` for later dims."""
     entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
     entries += [rest] * (x.ndim - 1 - len(entries))
     return self._pin(x, entry_of(self.axes), *entries)
@@ -276,11 +265,7 @@ class Bound:
     caches: Arrays,
     own: PyTree,
   ) -> PyTree:
-    """Calls the model with tokens `(batch, n)`.
-
-    Returns:
-      The logits of the last tokens, `(batch, vocabulary)`, and all arrays and caches after it.
-    """
+    """Calls the model with tokens `(batch, n)`: the last logits, and all arrays and caches after it."""
     template, count = self.binding.template, len(self.binding.variables)
     found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
     arrays = [found[i] for i in sorted(found)]
@@ -529,12 +514,9 @@ class Bound:
       yield
 
   def _separate_rows(self, caches: Arrays, others: Arrays, args: Args, sizes: tuple[int, ...]) -> Rows | None:
-    """How rows with separate positions lie in the state; None if all rows have the same position.
-
-    They have separate positions over slots, and where prompts of different lengths are read several
-    tokens at once.
-    """
+    """How rows with separate positions lie in the state; None if all rows have the same position."""
     batch = args.prompts.shape[0]
+    # Over slots, and where prompts of different lengths are read several tokens at once.
     how = f"{', '.join(map(str, sizes))} tokens at once"
     found: Rows | str | None = None
     if self.options.slots is not None:

@@ -52,19 +52,9 @@ class Generated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """Common to all loops.
+  """Common to all loops. `forward` takes (tokens `(rows, n)`, position, state); logits are of the last token.
 
-  Attributes:
-    limit: the maximum number of new tokens of a row.
-    stops: tokens that end a row.
-    sizes: the numbers of prompt tokens, above 1, that are read at once, the largest first.
-    forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last
-      token, `(rows, vocabulary)`. If rows have separate states, `position` has an entry for each row.
-    rows: lays out an array whose dim 0 is the batch.
-    replicated: replicates an array.
-    kept: lays out the stored results of each row: its tokens, and their number.
-    logits: lays out logits `(rows, ..., vocabulary)`.
-    dims: if rows have separate states, the dim of the rows in each array of the state, for `jax.vmap`.
+  `sizes`: prompt tokens, above 1, read at once. `rows`, `replicated`, `kept` and `logits` lay out arrays.
   """
 
   limit: int
@@ -104,10 +94,7 @@ class Loop:
     return carry
 
   def read_prefix(self, prefix: jax.Array, most: int, rows: int, state: PyTree) -> PyTree:
-    """The state after some rows have read the tokens ahead of all prompts, `(n,)`, at most so many at once.
-
-    Their positions are below 0, where prompts begin.
-    """
+    """The state after the tokens ahead of all prompts, at positions below 0, `most` at once."""
     (length,) = prefix.shape
     part = min(most, length)
 
@@ -158,8 +145,7 @@ class Steps(NamedTuple):
 def sizes_of(most: int, width: int, *, equal: bool) -> tuple[int, ...]:
   """The numbers of prompt tokens that are read at once; the last token of a prompt is read for its logits.
 
-  Prompts of equal length are read in parts and a rest. For other prompts, each size is an eighth of the one
-  before, so that few single tokens remain after few calls.
+  Equal prompts: parts and a rest. Others: each size is an eighth of the one before, so few tokens remain.
   """
   last = width - 1
   part = min(most, last)
@@ -247,9 +233,7 @@ def by_slots(
 ) -> Steps:
   """Continues any number of prompts in as many slots as `fresh` has rows; free slots take new prompts.
 
-  In a step, slots with a long prompt first read a part of it in one call, if any can: all of them, or one
-  slot on each of the `shards` of the slots, the one with the oldest request. Then each slot reads one token,
-  of its prompt or its own. So a new prompt delays a token of the other slots by one call at most.
+  In a step, a long prompt reads a part first: in each slot, or in one on each of `shards`, the oldest.
   """
   asked = jax.tree.map(loop.replicated, asked)
   requests = asked.prompts.shape[0]

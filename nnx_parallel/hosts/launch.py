@@ -34,19 +34,13 @@ END_AFTER_S = 0.5  # between a failure and the forced end of the others, which c
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """The command of a job, and how to supervise it; the options of `nnx-parallel launch` explain the others.
-
-  Attributes:
-    again: the command after an attempt that made a step; by default the same.
-    devices_per_process: the number of simulated CPU devices of each process; None for accelerators.
-    cluster: whether the one process gets its number and its peers from the scheduler's variables, unchanged.
-  """
+  """The command of a job, and the options of `launch`; `again` is the command once a step was made."""
 
   command: Sequence[str]
   again: Sequence[str] = ()
   processes: int = 1
   devices_per_process: int | None = None
-  cluster: bool = False
+  cluster: bool = False  # the scheduler's variables say the number and the peers of the one process
   restarts: int = 0
   pause: float = 1.0
   hang_after: float | None = None
@@ -108,11 +102,7 @@ class Worker:
     return True
 
   def failed_at(self) -> float | None:
-    """When it failed, as far as is known: at its last traceback, or when it ended with an error.
-
-    A process that is killed is seen to end a little after it does, and its peers complain at once. One that
-    aborts does so because of a peer.
-    """
+    """When it failed: at its last traceback, or when it ended. Peers complain at once when one is killed."""
     if self.code is None or self.code == STOPPED:
       return self.complained or None
     if self.code > 128 and self.code not in (128 + signal.SIGABRT, 128 + signal.SIGTERM):
@@ -135,14 +125,9 @@ class Worker:
 
 
 def launch(job: Job, write: Callable[[str], None] = print) -> int:
-  """Runs a job to its end: all processes ended well, the budget of restarts is used up, or a signal came.
+  """Runs a job to its end; no process outlives the launcher. Several threads call `write` with a line.
 
-  SIGTERM and the first Ctrl-C are passed on to the processes, which may save; the second ends them at once.
-  No process outlives the launcher, even if the launcher is killed. Several threads call `write` with a line.
-
-  Returns:
-    0, the code of the process that failed first, 75 if a process was asked to stop (SIGTERM, to the launcher
-    or to any process) and all processes saved and ended in order, or 128 + n after another end by a signal.
+  Returns 0, the code of the first that failed, 75 after an orderly stop, or 128 + n after another signal.
   """
   best, pause, code = -1, job.pause, 0
   with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
@@ -157,18 +142,14 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
       if (step := max(attempt.steps().values(), default=-1)) > best:
         best, pause = step, job.pause
       write(f"-- restart {number + 1} of {job.restarts} in {pause:g} s")
-      _wait(pause, came)
+      until = time.monotonic() + pause
+      while not came and time.monotonic() < until:
+        time.sleep(LOOK_S)
       if came:
         return 128 + came[0]
       pause = min(2 * pause, LONGEST_PAUSE_S)
   write(f"-- no restart is left of {job.restarts}")
   return code
-
-
-def _wait(seconds: float, came: list[int]) -> None:
-  until = time.monotonic() + seconds
-  while not came and time.monotonic() < until:
-    time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -256,10 +237,7 @@ class _Attempt:
       self.end_by = time.monotonic() + 1
 
   def _ended(self) -> Worker | None:
-    """A process that was not known to have ended, with an error.
-
-    Of several, one that was killed: the others fail within a tenth of a second, as it no longer answers.
-    """
+    """A process that just ended with an error; of several one that was killed, at which the others fail."""
     ended = [worker for worker in self.workers if worker.code is None and worker.has_ended()]
     failed = (worker for worker in ended if worker.code)
     return max(failed, key=lambda worker: (worker.code != STOPPED, worker.code), default=None)

@@ -199,11 +199,9 @@ def _placed(array: AnyArray, match: LeafPair) -> AnyArray:
 
 
 def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: int, pad: bool) -> PyTree:
-  """Reads some arrays of one item by Orbax, each process its own shards.
+  """Reads some arrays of one item by Orbax, each process its own shards; with `pad`, into larger arrays.
 
-  The tree has the wanted shape, dtype and sharding in place of each array, without a sharding for a numpy
-  array, and `PLACEHOLDER` in place of unwanted arrays. With `pad`, arrays may be larger than the stored
-  arrays.
+  `tree` has a struct in place of each array (without a sharding: for numpy), or `PLACEHOLDER`.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.

@@ -65,14 +65,7 @@ _LARGEST_INDEX = 100 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """An array in a safetensors file.
-
-  Attributes:
-    file: the file, at its full size.
-    begin: offset of the array's first byte.
-    shape: in elements.
-    dtype: of the array.
-  """
+  """An array in a safetensors file of full size, from the byte `begin` on."""
 
   file: Path
   begin: int
@@ -91,7 +84,7 @@ class Tensor:
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
     """Writes a part of the array, one run of consecutive bytes after another.
 
-    A memory map would write full pages, and overwrite the bytes of other processes in the same file.
+    A memory map would write full pages, and so the bytes of other processes in the same file.
     """
     if not values.size:
       return
@@ -114,10 +107,7 @@ class Tensor:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """Lists the arrays of a file, of an index, or of a folder, by name, without reading them.
-
-  Of a folder it takes the index, else `model.safetensors`, else all of its `.safetensors` files.
-  """
+  """The arrays of a file, an index or a folder, by name; not their values."""
   path = Path(path)
   found: dict[str, Tensor] = {}
   places, index = _files(path)

@@ -55,13 +55,9 @@ Side = Literal["model", "file"]
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-  """How a rule transforms arrays. Rules with equal transforms share compiled programs.
+  """The einops pattern from the file to the model (or none). Equal transforms share compiled programs.
 
-  Attributes:
-    pattern: the einops pattern from the file to the model; empty for no change.
-    sizes: the sizes of axes in the pattern.
-    stacked: whether several arrays of the file make one array of the model.
-    cut: whether one array of the file holds several layers of the model.
+  `stacked`: several arrays of the file make one of the model; `cut`: one of the file holds several layers.
   """
 
   pattern: str
@@ -80,19 +76,9 @@ class Transform:
     return [*jnp.unstack(array)] if split else [array]
 
   def spec_of_file(self, leaf: PartitionSpec, rank: int) -> PartitionSpec:
-    """The spec of an array of the file that gives its leaf this spec, as far as possible.
+    """The spec of an array of the file with `rank` dims, so that its rule moves nothing between devices.
 
-    A dim of the file gets the axes of the leaf's dim that starts with the same axis of the pattern: then the
-    program moves nothing between devices.
-
-    Args:
-      leaf: the spec of a leaf.
-      rank: the number of dims of an array of the file.
-
-    Example:
-      >>> spec = PartitionSpec("tensor", None, "fsdp")
-      >>> tuple(Transform("e (h d) -> h d e", (("d", 2),), False, False).spec_of_file(spec, 2))
-      ('fsdp', 'tensor')
+    Each dim gets the axes of the leaf's dim that starts with the same axis of the pattern.
     """
     entries = [*([None] if self.cut else []), *leaf]
     if "..." in self.pattern:
@@ -166,13 +152,9 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The leaves of a model that one array of the file, or one stack of arrays, makes.
+  """The leaves, by number of the layer (0 if nothing is cut), that one array or stack of the file makes.
 
-  Attributes:
-    rule: the rule.
-    file: the name in the file; a `{name}` in it is the number of a stack.
-    layers: paths of the leaves by number of the layer; a leaf that is not cut is layer 0.
-    names: the names in the file, once they are known.
+  A `{name}` in `file` is the number in the stack; `names` are the names in the file, once they are known.
   """
 
   rule: Rule
@@ -517,10 +499,9 @@ def import_arrays(
   weight_map: WeightMap,
   skip: Iterable[str],
 ) -> Any:
-  """Makes a model, and its optimizer, if any, from named arrays; each process reads its share of each.
+  """Makes a model, and its optimizer, from the arrays that `sources` finds; each process reads its share.
 
-  `sources` finds the arrays of `origin`; an error on one process is raised on all. Leaves that `skip` names
-  and random state are initialised.
+  An error on one process is raised on all. Leaves that `skip` names and random state are initialised.
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]

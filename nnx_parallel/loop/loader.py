@@ -39,20 +39,7 @@ TRAINING = ("init", "optimizer", "loss", "batches")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """The functions of a recipe file; `None` for functions that it does not define.
-
-  Attributes:
-    name: the file's name, without its folder and ending: `"text_lm"`.
-    source: the file.
-    init: makes the model; no arguments.
-    optimizer: makes the optax transformation; no arguments.
-    loss: `loss(model, batch)` -> a scalar, or (scalar, metrics).
-    batches: `batches(start, split=...)` -> global batches after `start` samples.
-    rules: how names or paths map to mesh axes.
-    mesh: the default mesh: devices along each axis.
-    tokens: tokens in a batch, for tokens per second.
-    microbatches: the default number of microbatches of a global batch.
-  """
+  """The functions of a recipe file (`SIGNATURES` has their forms); None for those that it does not define."""
 
   name: str
   source: str
@@ -88,12 +75,7 @@ class Recipe:
 
 
 def embedded_recipes() -> list[str]:
-  """Names of the recipes that come with the package.
-
-  Example:
-    >>> embedded_recipes()
-    ['digits', 'starter', 'text_lm']
-  """
+  """Names of the recipes that come with the package."""
   return sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
 
 

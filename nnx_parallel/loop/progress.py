@@ -17,26 +17,7 @@ NARROW = 100  # columns; a narrower terminal shows no metric but the loss
 
 
 class StepProgress:
-  """Progress of a training loop.
-
-  On a terminal: one line that is redrawn. Otherwise: about ten lines for the run, and one every 30 seconds.
-
-  Args:
-    steps: the last step's number; None if unknown.
-    start: the step that the run resumes from.
-    unit: the unit of the rate per second: `tokens`, `samples`.
-    every_update: whether a log gets a line for each update.
-    quiet: whether to print only the last step.
-    console: by default standard output on the first process, and nothing on the others;
-      `rich.console.Console(quiet=True)` prints nothing.
-
-  Example:
-    >>> with StepProgress(2, unit="bytes") as progress:
-    ...   for step in (1, 2):
-    ...     progress.update(step, {"loss": 1.5, "seconds": 0.25, "tokens_per_second": 4096.0})
-    step 1/2  loss 1.5000  4,096 bytes/s  250 ms/step
-    step 2/2  loss 1.5000  4,096 bytes/s  250 ms/step
-  """
+  """A line that is redrawn on a terminal; in a log about ten lines for the run, and one every 30 seconds."""
 
   def __init__(
     self,

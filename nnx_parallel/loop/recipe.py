@@ -237,11 +237,7 @@ def _evaluation(
 def adapted(microbatches: int, before: int, after: int, batch: int | None) -> int:
   """The number of microbatches after the batch is split into `after` shards and no longer into `before`.
 
-  It is the smallest that divides `batch` evenly and gives no device more examples at a time than it had.
-
-  Example:
-    >>> adapted(1, before=8, after=2, batch=32), adapted(4, before=2, after=8, batch=32), adapted(1, 8, 6, 24)
-    (4, 1, 2)
+  The smallest that divides `batch` and gives no device more examples at a time than it had.
   """
   least = -(-microbatches * before // after)
   if batch is None:
@@ -250,12 +246,7 @@ def adapted(microbatches: int, before: int, after: int, batch: int | None) -> in
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """The settings in both that differ, as text.
-
-  Example:
-    >>> differences({"microbatches": 1, "steps": 5}, {"microbatches": 2, "steps": 5, "zero": 1})
-    ['microbatches 1 -> 2']
-  """
+  """The settings in both that differ, as text: "microbatches 1 -> 2"."""
   changed = [name for name in now if name in saved and saved[name] != now[name]]
   return [f"{name} {_text(saved[name])} -> {_text(now[name])}" for name in changed]
 

@@ -73,13 +73,7 @@ class FitResult:
 
 @dataclasses.dataclass
 class Position:
-  """The step and the data cursor of a run.
-
-  Attributes:
-    step: the number of updates so far.
-    samples: the data cursor: the number of examples consumed so far, on any mesh, in batches of any size.
-    stop: `best` and `waited` of the run's `EarlyStop`.
-  """
+  """Updates and examples consumed so far, on any mesh, and the state of the run's `EarlyStop`."""
 
   step: int = 0
   samples: int = 0
@@ -88,11 +82,9 @@ class Position:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Run:
-  """A live model in training; `train` trains it further. Other attributes are arguments of `nxp.fit`.
+  """A live model in training, which `train` trains further; the fields are arguments of `nxp.fit`.
 
-  Attributes:
-    at: the position of the model, which training advances in place.
-    settings: JSON values that say how the run trains, to be saved with each step.
+  Training advances `at` in place; the JSON values `settings` are saved with each step.
   """
 
   step: Callable[[Model, Optimizers, PyTree], AnyMetrics]
@@ -151,32 +143,13 @@ class Run:
     progress: bool | StepProgress = False,
     **options: Any,
   ) -> FitResult:
-    """Trains up to a step.
-
-    Args:
-      steps: the number of the last step. If the run has already reached it, the call does nothing.
-      evaluate: as for `nxp.fit`, such as the `evaluate` of this run.
-      progress: as for `nxp.fit`.
-      **options: other arguments of `nxp.fit`: `trackers`, `checkpointer`, `eval_every` and so on.
-
-    Returns:
-      The result of `nxp.fit`.
-
-    Raises:
-      TrainError: the batches end too early, or a loss is not finite.
-      CheckpointError: a step that cannot be saved.
-    """
+    """Trains up to a step, which the run may have reached; `options` and errors are those of `nxp.fit`."""
     if self.settings:
       self.settings["steps"] = steps
     return dataclasses.replace(self, steps=steps, evaluate=evaluate, progress=progress, **options)()
 
   def save(self, checkpointer: Checkpointer, metrics: Record | None = None) -> None:
-    """Saves the model, the optimizer and the position as a step.
-
-    Args:
-      checkpointer: where to save; raises like `Checkpointer.save`.
-      metrics: the metrics of the step.
-    """
+    """Saves the model, the optimizer and the position as a step."""
     own = dict(self.extra()) if self.extra is not None else {}
     if "data" in own:
       raise TrainError(
@@ -505,10 +478,7 @@ def _checked(metrics: object) -> AnyMetrics:
 
 
 def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:
-  """Raises where a parameter is not finite, or the optimizer's state holds a NaN.
-
-  The loss of a step is that before its update: it may be finite when the gradient is not.
-  """
+  """Raises where a parameter is not finite or the optimizer holds a NaN; a loss is that before its update."""
   with no_mesh():
     found = {
       f"{root}/{path}": _is_sound(on_auto_axes(array), finite=root == "model")

@@ -22,11 +22,7 @@ class StepClock:
     self._last = time.perf_counter()
 
   def tick(self, tokens: int, *, steps: int = 1, compiled: bool = False) -> Record:
-    """Ends the time of one or more steps, which consumed the given number of tokens or samples.
-
-    Returns `seconds` per step, and `tokens_per_second` (or of another `unit`) over the window, unless nothing
-    was counted, or the step was compiled in that time.
-    """
+    """Ends the time of steps that consumed so many tokens or samples: seconds per step, and the rate."""
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
     if compiled:

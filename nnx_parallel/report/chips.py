@@ -215,12 +215,7 @@ def _as_set(row: Chip) -> Chip:
 
 
 def compiled_arithmetic(types: Sequence[str], attributes: str) -> str:
-  """The arithmetic of an instruction, from the HLO types of its operands and the text after its operands.
-
-  Example:
-    >>> compiled_arithmetic(("f32", "f32"), "lhs_contracting_dims={1}, operand_precision={high,highest}")
-    'float32 highest'
-  """
+  """The arithmetic of an instruction, such as "float32 high", from its operands' types and its attributes."""
   found = re.search(r"\balgorithm=dot_(\w+)", attributes)
   algorithm = _algorithm(found[1].upper()) if found else None
   if algorithm:

@@ -46,13 +46,7 @@ from nnx_parallel.train.step import EvalStep, TrainStep
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """One array that the step takes.
-
-  Attributes:
-    name: as JAX names it, e.g. `state[3]`; with a plan, its path.
-    bytes: per device.
-    donated: whether the compiler reuses its memory for a result.
-  """
+  """An array that the step takes, by JAX's name or its path in the plan, with its bytes per device."""
 
   name: str
   bytes: int
@@ -353,14 +347,7 @@ def report_of(
 ) -> CompileReport:
   """Reports on a program that JAX has lowered (it is compiled here) or compiled, or on its `nnx.jit` wrapper.
 
-  Args:
-    program: the program.
-    chip: as in `compile_report`.
-    axes: mesh axis -> size; by default the axes of the arguments' mesh.
-    state: bytes per device of the arguments by category; the remaining arguments are called "inputs".
-    names: argument as JAX names it -> name to print.
-    batch: the arguments that are the batch, and the axes that split it; None if unknown.
-    slices: the slice or host at each position of the mesh; None for a single slice, or if unknown.
+  `state` has the bytes per device of arguments by category; `names` maps JAX's names to names to print.
   """
   program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
@@ -425,13 +412,10 @@ def _measured(figures: Chip | None, kind: str) -> Chip | None:
 
 
 def _need(memory: MemoryStats, done: Compiled, platform: str, kept: int) -> int:
-  """Bytes that one device needs; `kept` are the bytes of arguments that are not donated.
-
-  TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU is
-  incomplete, so there it is arguments, temporaries and the results that reuse no argument.
-  """
+  """Bytes that one device needs; `kept` are the bytes of arguments that are not donated."""
   if done.shortage is not None:
     return done.shortage.bytes + (0 if done.shortage.total else kept)
+  # The peak of CPU and GPU is incomplete.
   if platform == "tpu" and memory.peak:
     return memory.peak
   return memory.arguments + memory.temporaries + memory.outputs - memory.aliased

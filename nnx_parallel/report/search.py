@@ -316,10 +316,7 @@ def meshes(
   idle: Sequence[str] = (),
   stage: str | None = None,
 ) -> list[Sizes]:
-  """The meshes to try; if no usual mesh fits, all meshes of the machine's devices.
-
-  Axes that are `idle` get size 1; `stage`, the axis of pipeline stages, is also tried without a pipeline.
-  """
+  """The meshes to try, or all if none is usual. `idle` axes get size 1; without and with pipeline stages."""
 
   def is_usual(sizes: Sizes) -> bool:
     inner = math.prod(size for axis, size in sizes.items() if axis not in (*batch_axes, stage))
@@ -460,11 +457,7 @@ def is_offloaded(plan: Plan) -> bool:
 
 
 def work_of(report: CompileReport, chip: Chip) -> float:
-  """The work of a step, to compare programs for a chip: the compiler's counts at the chip's published rates.
-
-  Arithmetic, memory traffic, and what is sent beside computation go on at the same time; what is sent while
-  nothing is computed comes on top.
-  """
+  """Seconds at the chip's published rates, only to compare programs for it; unhidden sends come on top."""
   sent = {True: 0.0, False: 0.0}
   for c in report.collectives:
     rate = chip.link_bandwidth * chip.links if c.slices == 1 else chip.network_bandwidth

@@ -52,15 +52,7 @@ _NO_TPU_HERE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """The contents of a topology's name, read without a compiler.
-
-  Attributes:
-    text: the name.
-    chip: published figures of one device.
-    size: chips along each dim of a slice; hosts x GPUs; or the number of CPU devices.
-    slices: groups of devices with fast links inside: TPU slices or NVLink hosts.
-    devices: the total number of JAX devices.
-  """
+  """What a topology's name says, without a compiler. A slice is a TPU slice, or an NVLink host."""
 
   text: str
   chip: Chip
@@ -166,10 +158,7 @@ def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes
 
 
 def slice_numbers(mesh: Mesh, text: str | None = None) -> npt.NDArray[np.int64]:
-  """The TPU slice, or the host of other devices, at each position of a mesh.
-
-  For simulated devices, only the name of the topology, `text`, knows the slices.
-  """
+  """The slice or host at each position of a mesh; of simulated devices, the topology's name tells."""
   if text is not None and text.startswith("cpu:"):
     return np.arange(mesh.size) // read_machine(text).slice_size
   numbers = [
@@ -233,11 +222,7 @@ def _gpu(named: Machine) -> list[Any]:
 
 
 class _Target(NamedTuple):
-  """Facts about a GPU that the NVIDIA compiler needs, in addition to the figures of `Chip`.
-
-  Sources: the CUDA programming guide (threads, registers, shared memory), and NVIDIA's architecture white
-  papers (multiprocessors, clock, L2).
-  """
+  """Facts about a GPU that the NVIDIA compiler needs beside `Chip`: CUDA programming guide, white papers."""
 
   label: str
   major: int

@@ -209,7 +209,7 @@ def from_numpy(on):
 
 def send(on):
   target = nxp.create_sharded_model(on.other)[0]
-  return nxp.parallel.send(on.model, target).value, nxp.parallel.send(on.batch, on.other).value
+  return nxp.parallel.send(on.model, target), nxp.parallel.send(on.batch, on.other)
 
 
 def map_shards(on):

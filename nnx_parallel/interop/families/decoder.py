@@ -35,16 +35,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """Rotary positions. Source: RoFormer, arXiv:2104.09864; `llama3`: Llama 3.1's own code.
-
-  Attributes:
-    theta: the base of the wavelengths.
-    kind: how the wavelengths are stretched for longer texts.
-    factor: the factor of the stretching.
-    low: with `llama3`, wavelengths longer than `length / low` are stretched in full.
-    high: with `llama3`, wavelengths shorter than `length / high` stay.
-    length: positions that the model was first trained on.
-  """
+  """Rotary positions. Source: RoFormer, arXiv:2104.09864; `llama3`: Llama 3.1's own code."""
 
   theta: float = 10_000.0
   kind: Literal["default", "linear", "llama3"] = "default"
@@ -65,31 +56,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes and settings; `from_json` reads the settings of a model on Hugging Face.
-
-  Attributes:
-    vocab: the number of tokens.
-    width: the width of the residual stream.
-    hidden: the width of the MLP, or of an expert.
-    heads: the number of query heads.
-    kv_heads: the number of key and value heads.
-    head_dim: the width of a head.
-    ropes: the rotary positions of each layer.
-    windows: the window of each layer: a token sees this many tokens up to and including itself; None: all.
-    score_scale: the factor of attention scores.
-    eps: the epsilon of the norms.
-    activation: the activation of the MLP, a key of `ACTIVATIONS`.
-    qkv_bias: whether query, key and value have biases.
-    out_bias: whether the attention's output has a bias.
-    mlp_bias: whether the MLP has biases.
-    qk_norm: whether queries and keys are normed.
-    gemma: norms scale by 1 + scale, and embeddings are multiplied by the root of the width.
-    post_norms: whether the results of attention and MLP are normed too, as in Gemma 3.
-    tied: whether the head is the transposed embedding.
-    experts: the number of experts in place of the MLP; 0: no experts.
-    experts_per_token: the number of experts that compute each token.
-    param_dtype: the dtype of all parameters.
-  """
+  """Sizes and settings; `from_json` reads the settings of a model on Hugging Face."""
 
   vocab: int
   width: int
@@ -253,8 +220,7 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, Cache | None]:
     """Each token attends to itself and the tokens before it, as many as its window has.
 
-    With a cache, `x` starts at `position`; the cache holds the earlier positions, and the keys and values of
-    `x` are added to it.
+    With a cache of the earlier positions, `x` starts at `position`, and its keys and values are added.
     """
     q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if self.config.qk_norm:

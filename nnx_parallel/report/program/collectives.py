@@ -78,19 +78,12 @@ class Collective:
 
   @property
   def sent_bytes(self) -> int:
-    """The bytes that each device sends in one step with ring algorithms.
-
-    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-    2005.
-    """
+    """The bytes that each device sends in one step with ring algorithms (Thakur et al., MPICH, 2005)."""
     return self.times * ring_bytes(self.kind, self.bytes, self.group_size)
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
-  """The bytes that each device sends for a collective of `payload` bytes in a group of `group_size`.
-
-  All-gather, reduce-scatter and all-to-all send `S (n-1)/n`, all-reduce twice that, the others `S`.
-  """
+  """The bytes that each device of a group sends for a collective of `payload` bytes."""
   if kind in ("collective-permute", "collective-broadcast"):
     return payload
   passes = 2 if kind == "all-reduce" else 1
@@ -100,10 +93,9 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
 def collectives(
   program: str | hlo.Program, axes: Mapping[str, int], slices: Labels | None = None
 ) -> tuple[Collective, ...]:
-  """The collectives of a compiled program that move data, in program order.
+  """The collectives that move data, in program order; `axes` are in mesh order, as `dict(mesh.shape)`.
 
-  `program` is HLO text, or a parsed program; `axes` are in mesh order (`dict(mesh.shape)`); `slices` has the
-  slice or host at each position of the mesh, and by default there is a single slice.
+  `slices` has the slice or host at each position of the mesh; by default there is one.
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   finder = AxisFinder(axes)
@@ -227,11 +219,8 @@ def _overlapped(program: hlo.Program, run: hlo.Executed) -> bool:
 
 
 def between(order: Sequence[hlo.Instruction], start: hlo.Instruction) -> Sequence[hlo.Instruction]:
-  """The instructions scheduled between an asynchronous start and its end.
-
-  A SparseCore gets its work in two steps: the `call-start` loads the program, and the `call-update` gives the
-  operands. The work starts at the second step.
-  """
+  """The instructions scheduled between an asynchronous start and its end."""
+  # A SparseCore gets its program (`call-start`), then its operands (`call-update`), and works from there on.
   first, last, chain = order.index(start), len(order), start
   for place, at in enumerate(order[first + 1 :], first + 1):
     if chain in at.inputs and at.opcode.endswith("-update"):

@@ -55,16 +55,10 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-  """The memory that was missing, by a compiler that checks it (TPU).
-
-  Attributes:
-    bytes: the bytes needed per device.
-    total: whether `bytes` is everything. Otherwise the arguments that are not donated come on top: the
-      compiler's "temporaries" are the total of its memory report, which includes donated arguments and
-      results (libtpu 0.0.42 and 0.0.50).
-  """
+  """The bytes per device that a program would need, by a compiler that checks it (TPU)."""
 
   bytes: int
+  # False: arguments that are not donated come on top (libtpu 0.0.42 and 0.0.50 print "temporaries").
   total: bool
 
 
@@ -91,18 +85,7 @@ class Reshard:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """The output of a compilation; texts that were not dumped are empty.
-
-  Attributes:
-    text: the final program; if it ran out of memory, as far as the compiler came.
-    partitioned: the program of one device right after SPMD partitioning.
-    memory: the compiler's figures.
-    shortage: the missing memory, or None.
-    log: the compiler's log.
-    seconds: wall time of the compilation.
-    live: the compiler's list of live ranges.
-    before: the program right before partitioning, with the layout of each array.
-  """
+  """The program, its texts on the way (empty if not dumped), and the compiler's log, figures and seconds."""
 
   text: str
   partitioned: str
@@ -216,10 +199,7 @@ _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 
 @contextlib.contextmanager
 def _standard_error() -> Generator[list[str]]:
-  """Collects what compilers write to the process's standard error, then passes it on.
-
-  A failed check in a compiler ends the process: a child process then prints the compiler's output.
-  """
+  """Collects what compilers write to the process's standard error, then passes it on."""
   with _ALONE:
     log = [""]
     sys.stderr.flush()

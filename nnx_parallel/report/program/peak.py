@@ -39,10 +39,9 @@ class PeakBuffer:
 
 
 def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[PeakBuffer, ...]:
-  """The values that are alive at the peak, from the compiler's list (`*-live-range.txt`), which may be empty.
+  """The values that are alive at the peak, by the compiler's list (`*-live-range.txt`), largest first.
 
-  Largest first; arrays of one shape and line are merged; without the arguments and arrays below a KiB.
-  `names` maps arguments as JAX names them to names to print.
+  Arrays of one shape and line are merged; arguments and arrays below a KiB are left out.
   """
   section = _SECTION.search(dump)
   if not section:

@@ -79,14 +79,9 @@ class ReplicatedActivation:
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-  """An array of the program before partitioning.
+  """An array of the program before partitioning; `examples` is the dim of the examples, `place` its place.
 
-  Attributes:
-    dims: the global dims of the array.
-    examples: the dim that indexes the examples, or None.
-    tiling: its layout.
-    place: its place in the program.
-    constraint: `file.py:line` of a sharding constraint on it that replicates the batch, or an empty string.
+  `constraint` is `file.py:line` of a sharding constraint that replicates its batch, or an empty string.
   """
 
   dims: tuple[int, ...]
@@ -119,10 +114,9 @@ def replicated_activations(
   is_batch: Callable[[str], bool],
   least: float,
 ) -> tuple[ReplicatedActivation, ...]:
-  """Lists activations that are replicated over the batch axes, largest first; merges equal shapes and lines.
+  """Lists activations of `least` bytes that are replicated over batch axes; merges equal shapes and lines.
 
-  `before` is the program before the partitioner, with layouts, `final` the program that the compiler made.
-  `is_batch` takes the JAX name of an argument. Arrays of less than `least` bytes are left out.
+  `before` is the program before partitioning; `is_batch` takes the JAX name of an argument.
   """
   groups = _groups(sizes, batch_axes)
   # The compiler may merge dims, so `known` has each array by its dims and by its size. If one line makes both
