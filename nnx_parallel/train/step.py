@@ -30,7 +30,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
-from nnx_parallel.train.loss_call import check_several, warn_outside
+from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import (
   CompilerOption,
@@ -95,7 +95,6 @@ class _Step:
     _check_objects(roots)
     if "optimizer" in roots:
       check_outside(roots.values())
-      warn_outside(self.options.losses, roots.values())
     bounds = self._bounds
     # A weak reference calls this while the identity of its object, which the key has, is still its own.
     options = self.options.with_constants(constants) if constants else self.options
