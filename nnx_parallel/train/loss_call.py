@@ -195,7 +195,7 @@ def _outside(loss_fn: Any) -> dict[str, Any]:
       held = inspect.getclosurevars(inspect.unwrap(function))
     except (TypeError, ValueError):  # not a Python function, or a name that is not assigned yet
       return None
-    for name, value in (held.nonlocals | held.globals).items():
+    for name, value in {**held.nonlocals, **held.globals}.items():
       look(name, value)
     return None
 
@@ -230,7 +230,7 @@ def check_reads(loss_fns: Iterable[LossFn], read: Iterable[AnyArray], own: Mappi
     }
     live = [((name, *path), leaf) for name, leaves in held.items() for path, leaf in leaves.items()]
     names = [path_str(path) for path, leaf in live if id(value_of(leaf)) in constants]
-    fix = f'{_AS_ARGUMENT},\nwith a loss function of that dict; evaluate({{"model": model, "other": other}}, batch).'
+    fix = f'{_AS_ARGUMENT},\nwith a loss of that dict; evaluate({{"model": model, "other": other}}, batch).'
   if names:
     raise TrainError(
       f"the loss function reads {few(names)} of a live module, and not from its arguments.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ def check_gradients(
   directions: int | None = None,
   by_group: bool = False,
   tries: int = 8,
+  **constants: Hashable,
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
@@ -83,6 +84,7 @@ def check_gradients(
       group and direction. Use it in bfloat16, where the rounding of many leaves can hide one wrong leaf.
     tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix. Each try
       compiles two programs.
+    **constants: keyword arguments of the loss function, as in a call of a step.
 
   Returns:
     A `GradientCheck`, which is true if nothing is wrong.
@@ -105,7 +107,8 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
-  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
+  loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
+  return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
 def coarsest_dtype(

@@ -13,8 +13,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import ShardingError, TrainError
+from nnx_parallel.testing import assert_same_training
 
-X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
 
 
 def made():
@@ -62,8 +63,59 @@ def test_several_arrays_and_a_constant():
   assert losses[1] == pytest.approx(3 * losses[0])
 
 
+def planned(mesh, **options):
+  return nxp.plan(lambda: made()[0], mesh, optimizer=optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_keyword_arguments_wherever_a_step_or_a_loss_is_given(microbatches):
+  plan, step = planned(nxp.make_mesh(data=8)), nxp.train_step(loss_fn, microbatches=microbatches)
+  model, optimizer = nxp.create_sharded_model(plan)
+  nodes = lambda lowered: lowered.as_text().count("maximum")
+  for given in ((model, optimizer, X), (plan, None, X)):
+    assert nodes(step.lower(*given, relu=True)) > nodes(step.lower(*given, relu=False))
+  step(model, optimizer, X, relu=True, power=4)
+  assert step.compiled(model, optimizer, X, relu=True, power=4).as_text()
+  assert step.calls == len(step.compiles) == 1
+  for check in (
+    step.check_gradients(model, optimizer, X, relu=True, power=4, seed=1),
+    nxp.check_gradients(model, nxp.shard_batch(X, plan), loss_fn, relu=True, power=4),
+  ):
+    assert check.losses["with the gradient"] == pytest.approx(float(loss_fn(model, X, True, 4)), rel=1e-5)
+    assert check
+  assert nxp.check_step(plan, None, loss_fn, X, microbatches=microbatches, relu=True)
+  found = assert_same_training(loss_fn, {"data": plan}, [X] * 2, relu=False, power=4)
+  assert found["data"].losses[0] == pytest.approx(plain(relu=False, power=4), rel=1e-5)
+  with pytest.raises(TrainError, match="did you mean microbatches="):
+    nxp.check_step(plan, None, loss_fn, X, micro_batches=2, relu=True)
+
+
+@pytest.mark.parametrize("kind", ["both", "one"])
+def test_keyword_arguments_of_a_dict_of_losses(kind):
+  """Each loss gets the keywords that it takes."""
+  losses = {
+    "a": lambda models, x, relu: loss_fn(models["a"], x, relu),
+    "b": lambda models, x, relu=True: loss_fn(models["b"], x, relu),
+  }
+  if kind == "one":
+    losses["b"] = lambda models, x: loss_fn(models["b"], x, True)
+  step, (a, tx_a), (b, tx_b) = nxp.train_step(losses), made(), made()
+  given = {"a": a, "b": b}, {"a": tx_a, "b": tx_b}, X
+  metrics = step(*given, relu=False)
+  assert float(metrics["a/loss"]) == pytest.approx(plain(relu=False))
+  assert float(metrics["b/loss"]) == pytest.approx(plain(relu=kind == "one"))
+  step.compiled(*given, relu=False)
+  assert step.lower(*given, relu=False).as_text()
+  assert step.check_gradients(*given, relu=False)
+  with pytest.raises(TrainError, match="none of 2 loss functions takes rleu="):
+    step(*given, rleu=True)
+
+
 WRONG = {
-  "unknown": ({"rleu": True}, r"takes \(model, x, relu, power=2\), and the step got rleu"),
+  "unknown": (
+    {"rleu": True},
+    r"takes no rleu=, which the step got\.\n  def loss_fn\(model, x, relu, power=2\)",
+  ),
   "an option of the step": ({"relu": True, "microbatches": 2}, r"options of a step belong to train_step"),
   "an array": ({"relu": jnp.ones(())}, r'constants of the program[\s\S]*"relu": relu\}'),
   "a list": ({"relu": [1]}, r"relu= is a list, and keywords are constants"),
