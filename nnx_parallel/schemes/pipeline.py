@@ -16,7 +16,7 @@ from nnx_parallel.core.text import few
 from nnx_parallel.core.types import ClosedJaxpr, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_stages
-from nnx_parallel.layers.pipeline import Order, Pipeline, PipelineLoop, Schedule, size_along, staged
+from nnx_parallel.layers.pipeline import Order, Pipeline, PipelineLoop, Schedule, size_along, staged, unstaged
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
@@ -172,7 +172,7 @@ def _loss(
   batch = jax.tree.map(_without_gradient, (x, shared))
   part = jax.tree.map(lambda x: split_batch(x, microbatches)[0], batch)
   with mapped_axes((pipeline.axis,)):
-    traced: ClosedJaxpr = jax.make_jaxpr(written)(parameters, part)
+    traced: ClosedJaxpr = jax.make_jaxpr(written)(unstaged(parameters, pipeline.axis), part)
   # Arrays that `before` and `after` read are inputs of the program: they get gradients.
   read = constants(traced)
 
