@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +211,7 @@ def staged(x: jax.Array, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> jax
 
 
 def unstaged(x: PyTree, axis: str) -> PyTree:
-  """The types of stacked layers without the axis of their stages, on Explicit axes: a scan needs dim 0 whole."""
+  """The types of stacked layers without the Explicit axis of their stages: a scan needs dim 0 whole."""
 
   def of_scan(x: jax.Array) -> PyTree:
     where: Any = jax.typeof(x).sharding
