@@ -19,6 +19,7 @@ from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.types import LossFn
 from nnx_parallel.layout.show.diff import assert_golden_plan
 from nnx_parallel.train.losses import wide
+from nnx_parallel.train.step import bind_keywords
 
 __all__ = [
   "GradientNorms",
@@ -119,7 +120,7 @@ def run_training(
     batches: host batches, one for each step.
     start: a live model and its optimizer to start from, of the same module. They are copied into the layout
       of the plan, which saves the compilation of a creation. None creates them from the plan.
-    **options: arguments of `train_step`.
+    **options: arguments of `train_step`, and keyword arguments of the loss function.
 
   Returns:
     The losses, and the gradient norms.
@@ -142,6 +143,7 @@ def run_training(
       "a plan without an optimizer cannot be trained.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))",
     )
+  loss_fn = bind_keywords(loss_fn, options)
   if start is None:
     model, optimizer = nxp.create_sharded_model(plan)
   else:
@@ -188,8 +190,8 @@ def assert_same_training(
     batches: host batches, one for each step.
     rtol: the relative tolerance. A gradient that is zero except for rounding is compared relative to all
       gradients.
-    **options: arguments of the `train_step` of the plans. The single device computes full batches without
-      them.
+    **options: arguments of the `train_step` of the plans, without which the single device computes full
+      batches; and keyword arguments of the loss function.
 
   Returns:
     A dict: name -> result. The single-device run has the name `"one device"`.
@@ -221,6 +223,7 @@ def assert_same_training(
   first = next(iter(plans.values()))
   alone = nxp.make_mesh(dict.fromkeys(map(str, first.mesh.axis_names), 1), devices=jax.devices()[:1])
   reference = nxp.plan(first.init, alone, first.rules, optimizer=first.tx, wrt=first.wrt)
+  loss_fn = bind_keywords(loss_fn, options)
   runs = {"one device": run_training(reference, loss_fn, data)}
   for name, plan in plans.items():
     runs[name] = run_training(plan, loss_fn, data, **options)

@@ -41,7 +41,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention.find import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
 from nnx_parallel.layers.mark import calls_layers, is_marked, layer_of, marked, repeats_layers
-from nnx_parallel.layers.pipeline import Pipeline, Schedule, in_order
+from nnx_parallel.layers.pipeline import Pipeline, Schedule, in_order, unstaged
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
 from nnx_parallel.layers.pipeline_saving import SavingPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
@@ -319,7 +319,8 @@ def with_stages(
   def changed(model: Model, batch: PyTree) -> PyTree:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
-    program, signature, tree = program_of(objective, (model, first), options, ends, used)
+    types = unstaged(model, asked.axis)
+    program, signature, tree = program_of(objective, (types, first), options, ends, used)
     mesh = surroundings(*arrays).mesh
     pipeline = in_order(asked, mesh)
     of_order = Pipeline1F1B if pipeline.recompute else SavingPipeline1F1B

@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import Entry
+from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -208,6 +208,19 @@ def staged(x: jax.Array, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> jax
   free = PartitionSpec.UNCONSTRAINED
   spec = PartitionSpec(*(axis if n == dim else free for n in range(x.ndim)))
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
+
+
+def unstaged(x: PyTree, axis: str) -> PyTree:
+  """The types of stacked layers without the Explicit axis of their stages: a scan needs dim 0 whole."""
+
+  def of_scan(x: jax.Array) -> PyTree:
+    where: Any = jax.typeof(x).sharding
+    if AxisType.Explicit not in where.mesh.axis_types:
+      return x
+    spec = PartitionSpec(*(entry_of(without(axes_of(entry), frozenset((axis,)))) for entry in where.spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(where.mesh, spec))
+
+  return jax.tree.map(of_scan, x)
 
 
 class Belt(NamedTuple):

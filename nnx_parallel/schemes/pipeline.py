@@ -17,7 +17,7 @@ from nnx_parallel.core.text import few
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_stages
-from nnx_parallel.layers.pipeline import Order, Pipeline, size_along, staged
+from nnx_parallel.layers.pipeline import Order, Pipeline, size_along, staged, unstaged
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
@@ -144,7 +144,7 @@ def _run(
   """The program of one microbatch, made a pipeline as that of a step is: rows of the batch, or a sum."""
   part = jax.tree.map(lambda x: split_batch(x, microbatches)[0], batch)
   with mapped_axes((pipeline.axis,)):
-    traced, shape = jax.make_jaxpr(written, return_shape=True)(parameters, part)
+    traced, shape = jax.make_jaxpr(written, return_shape=True)(unstaged(parameters, pipeline.axis), part)
   # Arrays that the functions read are inputs of the program: they get gradients.
   read = constants(traced)
 

@@ -88,20 +88,23 @@ class StepOptions:
     return [*self.loss_fn.values()] if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
 
   def with_constants(self, constants: Constants) -> StepOptions:
-    """The options with a loss function to which these arguments are bound."""
+    """The options with loss functions to which these arguments are bound: of several, those that take one."""
+    if not constants:
+      return self
+    constants_key(constants)
     losses = self.loss_fn if isinstance(self.loss_fn, Mapping) else {None: self.loss_fn}
-    for loss_fn in losses.values():
-      try:
-        inspect.signature(loss_fn).bind_partial(**constants)
-      except TypeError as error:
-        raise TrainError(
-          f"the loss function takes {inspect.signature(loss_fn)}, and the step got {', '.join(constants)}.",
-          details=str(error),
-          fix="give the loss function such an argument; options of a step belong to train_step(...).",
-        ) from None
-      except ValueError:  # no Python function
-        continue
-    bound = {key: functools.partial(loss_fn, **constants) for key, loss_fn in losses.items()}
+    taken = {key: {n: x for n, x in constants.items() if takes_keyword(f, n)} for key, f in losses.items()}
+    missing = [name for name in constants if not any(name in found for found in taken.values())]
+    if missing:
+      which = (
+        "the loss function takes no" if len(losses) == 1 else f"none of {len(losses)} loss functions takes"
+      )
+      raise TrainError(
+        f"{which} {missing[0]}=, which the step got.",
+        details="\n".join(f"def loss_fn{inspect.signature(f)}" for f in losses.values()),
+        fix="give the loss function such an argument; options of a step belong to train_step(...).",
+      )
+    bound = {key: functools.partial(f, **taken[key]) if taken[key] else f for key, f in losses.items()}
     return dataclasses.replace(self, loss_fn=bound if isinstance(self.loss_fn, Mapping) else bound[None])
 
   def terms(self, result: PyTree, batch: PyTree) -> Terms:
@@ -130,6 +133,17 @@ class StepOptions:
   def turns(self) -> int:
     """How often the loss is called for a batch: a pipeline takes all microbatches at once."""
     return 1 if self.layers.pipeline is not None else self.microbatches
+
+
+def takes_keyword(function: LossFn, name: str) -> bool:
+  """Whether a function takes a keyword; those that do not say so may."""
+  try:
+    inspect.signature(function).bind_partial(**{name: None})
+  except TypeError:
+    return False
+  except ValueError:  # no Python function
+    return True
+  return True
 
 
 def constants_key(constants: Constants) -> Hashable:

@@ -30,7 +30,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
-from nnx_parallel.train.loss_call import check_several, warn_outside
+from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import (
   CompilerOption,
@@ -39,6 +39,7 @@ from nnx_parallel.train.options import (
   LossFn,
   StepOptions,
   constants_key,
+  takes_keyword,
 )
 from nnx_parallel.train.program import Compile, Programs, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
@@ -95,11 +96,11 @@ class _Step:
     _check_objects(roots)
     if "optimizer" in roots:
       check_outside(roots.values())
-      warn_outside(self.options.losses, roots.values())
     bounds = self._bounds
     # A weak reference calls this while the identity of its object, which the key has, is still its own.
-    options = self.options.with_constants(constants) if constants else self.options
-    made = Bound(options, roots, tuple(reasons), known, lambda _: bounds.pop(key, None))
+    made = Bound(
+      self.options.with_constants(constants), roots, tuple(reasons), known, lambda _: bounds.pop(key, None)
+    )
     bounds[key] = made
     return made
 
@@ -206,7 +207,9 @@ class TrainStep(_Step):
         few(unplanned),
       )
 
-  def lower(self, model: Model, optimizer: Optimizers = None, batch: PyTree = None) -> jax.stages.Lowered:
+  def lower(
+    self, model: Model, optimizer: Optimizers = None, batch: PyTree = None, **constants: Hashable
+  ) -> jax.stages.Lowered:
     """Lowers the step for these arguments, which may be abstract, without running it.
 
     Args:
@@ -215,6 +218,7 @@ class TrainStep(_Step):
       optimizer: the live optimizer; None with a plan.
       batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch. Arrays of the host, and structs
         without shardings, get the layout of the plan.
+      **constants: as in a call.
 
     Returns:
       A `jax.stages.Lowered`; call its `.compile()` for the memory and the cost.
@@ -228,7 +232,7 @@ class TrainStep(_Step):
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
     with no_mesh():
-      bound = Bound(self.options, roots, (), {})
+      bound = Bound(self.options.with_constants(constants), roots, (), {})
     with own_mesh(bound.mesh), scope:
       traced = bound.trace(bound.place(batch, abstract=True))
       self.layers = bound.programs.layers
@@ -236,18 +240,21 @@ class TrainStep(_Step):
         return traced.lower(lowering_platforms=(jax.default_backend(),))
       return traced.lower()
 
-  def compiled(self, model: Model, optimizer: Optimizers, batch: PyTree) -> jax.stages.Compiled:
+  def compiled(
+    self, model: Model, optimizer: Optimizers, batch: PyTree, **constants: Hashable
+  ) -> jax.stages.Compiled:
     """Returns the program for these arguments. After a call with them, it is not compiled again.
 
     Args:
       model: as in a call.
       optimizer: as in a call.
       batch: as in a call.
+      **constants: as in a call.
 
     Returns:
       A `jax.stages.Compiled`: its text, memory and cost.
     """
-    bound = self._bind(model, optimizer)
+    bound = self._bind(model, optimizer, constants)
     with own_mesh(bound.mesh):
       traced = bound.trace(bound.place(batch, abstract=True))
       self.layers = bound.programs.layers
@@ -262,6 +269,7 @@ class TrainStep(_Step):
     seed: int = 0,
     directions: int | None = None,
     by_group: bool = False,
+    **constants: Hashable,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
 
@@ -275,6 +283,7 @@ class TrainStep(_Step):
       seed: the seed of the directions.
       directions: the number of directions; see `nxp.check_gradients`.
       by_group: whether to compare each group of equal layers, too.
+      **constants: as in a call.
 
     Returns:
       A `GradientCheck`, which is true if nothing is wrong.
@@ -282,9 +291,9 @@ class TrainStep(_Step):
     Raises:
       TrainError: as in a call.
     """
-    bound = self._bind(model, optimizer)
+    bound = self._bind(model, optimizer, constants)
     filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
-    losses = self.options.loss_fn
+    losses = bound.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Hashable, GradientCheck] = {}
     with own_mesh(bound.mesh):
@@ -534,6 +543,13 @@ def _names(outputs: str | Sequence[str]) -> tuple[str, ...]:
   if not are_texts(outputs):
     raise TrainError(f"outputs={outputs!r:.60} names no metrics.", fix='outputs=("logits",)')
   return tuple(outputs)
+
+
+def bind_keywords(loss_fn: LossFn, options: dict[str, Any]) -> Any:
+  """`loss_fn` with those of the options that it takes and `train_step` does not; they leave the options."""
+  own = inspect.signature(train_step).parameters
+  names = [name for name in options if name not in own and takes_keyword(loss_fn, name)]
+  return StepOptions(loss_fn).with_constants({name: options.pop(name) for name in names}).loss_fn
 
 
 _ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}

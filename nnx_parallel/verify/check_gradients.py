@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,7 @@ def check_gradients(
   seed: int = 0,
   directions: int | None = None,
   by_group: bool = False,
+  **constants: Hashable,
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
@@ -74,6 +75,7 @@ def check_gradients(
     directions: the number of directions; by default 1, or 2 if the loss computes in less than float32.
     by_group: whether to compare each group of equal layers, too. This costs one forward derivative for each
       group and direction. Use it in bfloat16, where the rounding of many leaves can hide one wrong leaf.
+    **constants: keyword arguments of the loss function, as in a call of a step.
 
   Returns:
     A `GradientCheck`, which is true if nothing is wrong.
@@ -96,7 +98,8 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
-  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group)
+  loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
+  return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
 
 
 def coarsest_dtype(

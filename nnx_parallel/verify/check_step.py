@@ -19,6 +19,7 @@ from nnx_parallel.core.text import Shown, text_table, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
+from nnx_parallel.train.step import bind_keywords
 from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest_dtype
 from nnx_parallel.verify.gradient_check import rounded
 
@@ -131,8 +132,8 @@ def check_step(
       device.
     loss_fn: as for `train_step`.
     batch: one host batch.
-    **options: arguments of `train_step`, for both layouts. One device sums no gradients of replicas, so
-      `reduction` then applies to the first layout only.
+    **options: arguments of `train_step`, for both layouts, and keyword arguments of the loss function. One
+      device sums no gradients of replicas, so `reduction` then applies to the first layout only.
 
   Returns:
     A `StepCheck`, which is true if both layouts agree within the rounding of the dtypes.
@@ -168,6 +169,7 @@ def check_step(
       "a plan without an optimizer has no step to check.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",
     )
+  loss_fn = bind_keywords(loss_fn, options)
   first = nxp.create_sharded_model(plan)
   second = nxp.reshard(first[0], other, optimizer=first[1])
   dtype = coarsest_dtype(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)
