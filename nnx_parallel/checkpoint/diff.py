@@ -21,8 +21,8 @@ from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import Shown
+from nnx_parallel.create.relayout import is_on_host, layout_text
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.relayout import is_on_host, layout_text
 
 _MOST_ROWS, _MOST_LAYOUTS, _MOST_RENAMES = 12, 3, 6
 _NOTHING = ItemRecord({}, {})

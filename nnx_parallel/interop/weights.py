@@ -44,10 +44,10 @@ from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array, format_spec
 from nnx_parallel.core.types import AnyArray, DType
+from nnx_parallel.create.relayout import auto_layout, even_layout, on_auto_axes
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.dry_run import DryRun, Row
 from nnx_parallel.layout.plan import Plan
-from nnx_parallel.layout.relayout import auto_layout, even_layout, on_auto_axes
 
 Shape = tuple[int, ...]
 Side = Literal["model", "file"]

@@ -70,24 +70,17 @@ ScanLayers = Literal["auto"] | bool
 class LayerOptions:
   """How the layers of a loss are computed.
 
-  Attributes:
-    remat: the activations that each layer saves for the backward pass.
-    scan_layers: whether consecutive equal layers become one scan.
-    pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
-    attention: `"blockwise"` or a block length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
-    loss_chunks: the number of vocabulary chunks of the head and the loss; None: as written.
-    pipeline: the pipeline stages of the layers; None: each device computes all layers.
-
   Raises:
     TrainError: no such policy, or another option is not valid.
   """
 
-  remat: Policy = None
-  scan_layers: ScanLayers = "auto"
-  pattern: str | None = None
+  remat: Policy = None  # the activations that each layer saves for the backward pass
+  scan_layers: ScanLayers = "auto"  # whether consecutive equal layers become one scan
+  pattern: str | None = None  # dotted paths of the layers, with `*` for any part; None: see `find_layers`
+  # `"blockwise"` or a block length, `"fused"`, `"ring"`, `"ulysses"`; None: as written
   attention: Attention = None
-  loss_chunks: int | None = None
-  pipeline: Pipeline | None = None
+  loss_chunks: int | None = None  # the number of vocabulary chunks of the head and the loss; None: as written
+  pipeline: Pipeline | None = None  # the pipeline stages of the layers; None: each device computes all layers
 
   def __post_init__(self) -> None:
     _ = self.how
@@ -161,25 +154,15 @@ class LayerOptions:
 
 @dataclasses.dataclass
 class LayersUsed:
-  """How the layers of a loss were computed; print it.
+  """How the layers of a loss were computed; print it."""
 
-  Attributes:
-    found: the layers of the model.
-    done: how they were computed, one line each.
-    reasons: why some layers are not in one scan, one line each.
-    schedule: the schedule of the pipeline, if there is one.
-    axes: on a mesh with Explicit axes, the axes that the loss is computed on, and why.
-    positions: with a rule for `seq`, where the positions of activations are split.
-    left: what the step leaves to XLA because it does not know it, and what to do.
-  """
-
-  found: tuple[Layers, ...] = ()
-  done: tuple[str, ...] = ()
-  reasons: tuple[str, ...] = ()
-  schedule: Schedule | None = None
-  axes: str = ""
-  positions: str = ""
-  left: str = ""
+  found: tuple[Layers, ...] = ()  # the layers of the model
+  done: tuple[str, ...] = ()  # how they were computed, one line each
+  reasons: tuple[str, ...] = ()  # why some layers are not in one scan, one line each
+  schedule: Schedule | None = None  # the schedule of the pipeline, if there is one
+  axes: str = ""  # on a mesh with Explicit axes, the axes that the loss is computed on, and why
+  positions: str = ""  # with a rule for `seq`, where the positions of activations are split
+  left: str = ""  # what the step leaves to XLA because it does not know it, and what to do
 
   def __str__(self) -> str:
     lines = [line for line in (self.axes, self.positions, self.left) if line]

@@ -50,20 +50,14 @@ MARK = "layer:"
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-  """The mark of a module; the marks of equal layers are equal, so that their structures stay equal.
+  """The mark of a module; the marks of equal layers are equal, so that their structures stay equal."""
 
-  Attributes:
-    remat: what its calls save. JAX keeps traces of functions by the structure of what they get.
-    group: the layers that it belongs to.
-    ranks: None: each call is a layer's. Otherwise, only a call with arrays of fewer dims is, of one slice of
-      a module whose layers are stacked.
-    path: of the module.
-  """
-
-  remat: Remat
-  group: str
+  remat: Remat  # what its calls save. JAX keeps traces of functions by the structure of what they get.
+  group: str  # the layers that it belongs to
+  # None: each call is a layer's. Otherwise, only a call with arrays of fewer dims is, of one slice of a
+  # module whose layers are stacked.
   ranks: tuple[int, ...] | None
-  path: Path = dataclasses.field(compare=False)
+  path: Path = dataclasses.field(compare=False)  # of the module
 
   def __call__(
     self, call: Callable[..., Any], layer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -76,14 +70,11 @@ class _Mark:
 
 @dataclasses.dataclass
 class Marking:
-  """What is marked in one trace.
+  """What is marked in one trace."""
 
-  Attributes:
-    calls: the calls so far, by group.
-    stacks: the paths of modules that were called slice by slice.
-  """
-
+  # the calls so far, by group
   calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+  # the paths of modules that were called slice by slice
   stacks: set[Path] = dataclasses.field(default_factory=set[Path])
 
 

@@ -224,36 +224,23 @@ def unstaged(x: PyTree, axis: str) -> PyTree:
 
 
 class Belt(NamedTuple):
-  """What is under way in one direction of a pipeline; each array is `[stages, ...]`.
+  """What is under way in one direction of a pipeline; each array is `[stages, ...]`."""
 
-  Attributes:
-    ring: the results of the previous stages in the last tick.
-    line: the inputs that wait for stage 0, followed by the results of the last stage.
-    last: the line when the last group entered: the first result of the group before it is on the last stage.
-    done: the line when the last result of a group was added to it.
-  """
-
-  ring: PyTree
-  line: PyTree
+  ring: PyTree  # the results of the previous stages in the last tick
+  line: PyTree  # the inputs that wait for stage 0, followed by the results of the last stage
+  # the line when the last group entered: the first result of the group before it is on the last stage
   last: PyTree
-  done: PyTree
+  done: PyTree  # the line when the last result of a group was added to it
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineLoop:
-  """A scan over layers, to be run as a pipeline.
+  """A scan over layers, to be run as a pipeline."""
 
-  Attributes:
-    schedule: which stage computes which microbatch in which tick.
-    axis: the mesh axis of the stages.
-    mesh: the mesh; None: one device.
-    layer: the program of one layer, for one microbatch.
-  """
-
-  schedule: Schedule
-  axis: str
-  mesh: AnyMesh | None
-  layer: Layer
+  schedule: Schedule  # which stage computes which microbatch in which tick
+  axis: str  # the mesh axis of the stages
+  mesh: AnyMesh | None  # the mesh; None: one device
+  layer: Layer  # the program of one layer, for one microbatch
 
   def __call__(
     self, inputs: PyTree, rows: PyTree, state: PyTree, shared: PyTree, gathered: PyTree

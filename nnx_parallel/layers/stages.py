@@ -34,17 +34,11 @@ from nnx_parallel.layers.stacks import Key, Stacks, as_called, variables
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-  """The roles of the inputs and results of a traced loss, by position.
+  """The roles of the inputs and results of a traced loss, by position."""
 
-  Attributes:
-    model: the number of leading inputs that are arrays of the model; the rest are arrays of a microbatch.
-    states: result -> input, for arrays of the model that the loss may change.
-    outputs: results with the examples on dim 0; all other results are sums.
-  """
-
-  model: int
-  states: Mapping[int, int]
-  outputs: Collection[int]
+  model: int  # the number of leading inputs that are arrays of the model; the rest are arrays of a microbatch
+  states: Mapping[int, int]  # result -> input, for arrays of the model that the loss may change
+  outputs: Collection[int]  # results with the examples on dim 0; all other results are sums
 
 
 class AroundLayers:

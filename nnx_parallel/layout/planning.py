@@ -26,7 +26,6 @@ from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import (
   check_attention,
   check_complete,
-  check_depthwise,
   check_names,
   check_rules,
   check_tables,
@@ -273,7 +272,6 @@ def _notes(
   notes: list[str] = []
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     check_convolutions(model.node, rows, given.rules, batch, sizes)
-    notes += check_depthwise(model.node, rows, batch, sizes)
     notes += check_tables(model.node, rows, batch, sizes)
     notes += own_step_notes(model.node, rows, batch, sizes)
   notes += _overridden({**placements(traces["model"]), **traces["model"].stated}, rows)

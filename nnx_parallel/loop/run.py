@@ -29,13 +29,13 @@ from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.processes import Exchange
 from nnx_parallel.core.text import not_counted
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
+from nnx_parallel.create.relayout import on_auto_axes
 from nnx_parallel.errors import NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
-from nnx_parallel.layout.relayout import on_auto_axes
 from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress

@@ -56,20 +56,14 @@ INNER = 8
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """One way to run the step.
+  """One way to run the step."""
 
-  Attributes:
-    plan: the layout.
-    memory: the least that one device needs, with the remat policy, the number of microbatches, and the
-      schedule of the pipeline.
-    pipeline: the pipeline over the layers, or None.
-    report: the compiler's figures, where this candidate was compiled.
-  """
-
-  plan: Plan
+  plan: Plan  # the layout
+  # the least that one device needs, with the remat policy, the number of microbatches, and the schedule of
+  # the pipeline
   memory: MemoryPlan
-  pipeline: Pipeline | None = None
-  report: CompileReport | None = None
+  pipeline: Pipeline | None = None  # the pipeline over the layers, or None
+  report: CompileReport | None = None  # the compiler's figures, where this candidate was compiled
 
   @property
   def sizes(self) -> Sizes:

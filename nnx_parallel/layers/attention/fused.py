@@ -42,21 +42,16 @@ Condition = tuple[Var, Labels, bool]
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-  """A product of queries and keys, scaled, capped by `cap * tanh(x / cap)`, masked, plus a bias.
+  """A product of queries and keys, scaled, capped by `cap * tanh(x / cap)`, masked, plus a bias."""
 
-  Attributes:
-    dims: for each dim of the scores, the dim of the product.
-    fills: the values of what is not kept.
-    bias: what is added, its dim for each dim of the scores, and its factor.
-    is_open: whether something is added to the number that a mask puts, so that it has a gradient.
-  """
-
-  dims: tuple[int, ...]
+  dims: tuple[int, ...]  # for each dim of the scores, the dim of the product
   scale: float = 1.0
   cap: float | None = None
   masks: tuple[Condition, ...] = ()
-  fills: frozenset[float] = frozenset()
+  fills: frozenset[float] = frozenset()  # the values of what is not kept
+  # what is added, its dim for each dim of the scores, and its factor
   bias: tuple[Var, tuple[int, ...], float] | None = None
+  # whether something is added to the number that a mask puts, so that it has a gradient
   is_open: bool = False
 
   @property

@@ -38,37 +38,25 @@ _COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "c
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective instruction and how often a step runs it.
+  """One collective instruction and how often a step runs it."""
 
-  Attributes:
-    kind: one of `KINDS`.
-    axes: the mesh axes that the collective runs over, in mesh order; empty if no data leaves a device.
-    complete: False if a group is only a part of the devices along these axes.
-    group_size: the number of devices of one group.
-    dtype: element type of the first array.
-    bytes: payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
-      reduce-scatter, the array of the other kinds, per device). A ragged all-to-all may send less.
-    times: the number of runs in one call of the program, loops multiplied out.
-    overlapped: whether compute is scheduled between its start and its end.
-    op: the JAX name stack.
-    source: `file.py:line`, or an empty string.
-    parameters: names of the program's arguments whose values it carries, if they can be followed.
-    slices: the number of TPU slices, or hosts of other devices, between which a group sends; 1 within one
-      slice.
-  """
-
-  kind: str
+  kind: str  # one of `KINDS`
+  # the mesh axes that the collective runs over, in mesh order; empty if no data leaves a device
   axes: tuple[str, ...]
-  complete: bool
-  group_size: int
-  dtype: str
+  complete: bool  # False if a group is only a part of the devices along these axes
+  group_size: int  # the number of devices of one group
+  dtype: str  # element type of the first array
+  # payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
+  # reduce-scatter, the array of the other kinds, per device). A ragged all-to-all may send less.
   bytes: int
-  times: int
-  overlapped: bool
-  op: str
-  source: str
+  times: int  # the number of runs in one call of the program, loops multiplied out
+  overlapped: bool  # whether compute is scheduled between its start and its end
+  op: str  # the JAX name stack
+  source: str  # `file.py:line`, or an empty string
+  # names of the program's arguments whose values it carries, if they can be followed
   parameters: tuple[str, ...]
   name: str
+  # the number of TPU slices, or hosts of other devices, between which a group sends; 1 within one slice
   slices: int = 1
 
   @property

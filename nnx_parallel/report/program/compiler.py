@@ -64,23 +64,14 @@ class Shortage:
 
 @dataclasses.dataclass(frozen=True)
 class Reshard:
-  """One `Involuntary full rematerialization` warning of the partitioner.
+  """One `Involuntary full rematerialization` warning of the partitioner."""
 
-  Attributes:
-    op: the JAX name stack, or the HLO name if there is no name stack.
-    source: `file.py:line`, or an empty string.
-    shape: dtype and dims as the compiler printed them, which may be one device's block.
-    bytes: the bytes of that shape.
-    before: the original sharding, as the compiler writes it.
-    after: the sharding that was requested.
-  """
-
-  op: str
-  source: str
-  shape: str
-  bytes: int
-  before: str
-  after: str
+  op: str  # the JAX name stack, or the HLO name if there is no name stack
+  source: str  # `file.py:line`, or an empty string
+  shape: str  # dtype and dims as the compiler printed them, which may be one device's block
+  bytes: int  # the bytes of that shape
+  before: str  # the original sharding, as the compiler writes it
+  after: str  # the sharding that was requested
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,19 +31,15 @@ _FREE = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """The work of one call of the program on one device.
+  """The work of one call of the program on one device."""
 
-  Attributes:
-    arithmetic: floating point operations of matrix products, convolutions, and kernels that state theirs (a
-      multiply-add is two), by type and precision; see `Chip.peak`.
-    hbm_bytes: bytes read and written by the scheduled operations; values that a fusion keeps in registers do
-      not count, values that stay in a cache do.
-    uncounted: operation -> runs, of operations missing in `arithmetic`: custom calls, loops of unknown
-      length.
-  """
-
+  # floating point operations of matrix products, convolutions, and kernels that state theirs (a multiply-add
+  # is two), by type and precision; see `Chip.peak`
   arithmetic: Mapping[str, int]
+  # bytes read and written by the scheduled operations; values that a fusion keeps in registers do not count,
+  # values that stay in a cache do
   hbm_bytes: int
+  # operation -> runs, of operations missing in `arithmetic`: custom calls, loops of unknown length
   uncounted: Mapping[str, int]
 
   @property

@@ -36,32 +36,20 @@ _Key = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedActivation:
-  """Arrays of one shape, made at one line, that are replicated over mesh axes that shard the batch.
+  """Arrays of one shape, made at one line, that are replicated over mesh axes that shard the batch."""
 
-  Attributes:
-    dtype: as the compiler names it, e.g. `"f32"`.
-    shape: the dims of one array on each device, as the program has them before the compiler merges any.
-    global_shape: the global dims of the array.
-    batch_dim: the dim of the examples.
-    bytes: the bytes of one array, per device.
-    count: the number of arrays that the compiled program makes at that line.
-    copies: the number of devices that hold the same values, among the devices that share the batch.
-    place: the place of the first array in the program; the smallest place is often the cause of the rest.
-    op: the JAX name stack of the first array.
-    source: `file.py:line`, or an empty string.
-    constraint: `file.py:line` of the sharding constraint that replicates the arrays, or an empty string.
-  """
-
-  dtype: str
+  dtype: str  # as the compiler names it, e.g. `"f32"`.
+  # the dims of one array on each device, as the program has them before the compiler merges any
   shape: tuple[int, ...]
-  global_shape: tuple[int, ...]
-  batch_dim: int
-  bytes: int
-  count: int
-  copies: int
-  place: int
-  op: str
-  source: str
+  global_shape: tuple[int, ...]  # the global dims of the array
+  batch_dim: int  # the dim of the examples
+  bytes: int  # the bytes of one array, per device
+  count: int  # the number of arrays that the compiled program makes at that line
+  copies: int  # the number of devices that hold the same values, among the devices that share the batch
+  place: int  # the place of the first array in the program; the smallest place is often the cause of the rest
+  op: str  # the JAX name stack of the first array
+  source: str  # `file.py:line`, or an empty string
+  # `file.py:line` of the sharding constraint that replicates the arrays, or an empty string
   constraint: str = ""
 
   @property
