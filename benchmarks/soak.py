@@ -3,7 +3,7 @@
 A run of four processes, two simulated devices each, saves every 20 steps under `nnx-parallel launch`. Again
 and again a process of it (the coordinator too) gets SIGKILL, or now and then SIGSTOP, at a random moment:
 while it trains, saves, starts, joins, compiles or restores. In between, its newest step is damaged while it
-is down, its disk takes no more bytes, its disk is slow, the data of one process ends early, or a second job is
+is down, its disk takes no more bytes or is slow, the data of one process ends early, or a second job is
 started on its folder. In the end every loss must be that of an undisturbed run, each attempt must have gone
 on from the newest good step that was reported as saved (one save may be complete and not reported), every
 step that is kept must verify, each second job must have been refused, and no process may be left.
