@@ -33,7 +33,7 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.hosts.launch import Job, launch
 
 TROUBLES = ("a damaged step", "a full disk", "a second job", "data that ends early", "a slow disk")
-PROCESSES, SAVE_EVERY, HANG_AFTER = 4, 20, 4.0
+PROCESSES, SAVE_EVERY, HANG_AFTER = 4, 20, 8.0
 TRAINING = r"""
 import os, pathlib, resource, sys, time
 
@@ -201,7 +201,7 @@ def soak(
   def strikes() -> None:
     troubled = 0
     while not over.is_set() and done.total() < kills and time.monotonic() < until:
-      if rng.random() < 0.35 and run.training.wait(60) and not over.is_set():
+      if done.total() % 3 == 2 and run.training.wait(60) and not over.is_set():
         run.trouble(kind := TROUBLES[troubled % len(TROUBLES)], over)
         troubled += 1
         done[kind] += 1
