@@ -109,6 +109,8 @@ class Run:
       self.pids.clear()
       self.training.clear()
       self.restarts += 1
+    elif not line.startswith("["):
+      return  # the launcher's own, such as the last lines of a process that failed
     elif words[1:2] == ["pid"]:
       self.pids[int(words[0][1:-1])] = int(words[2])
     elif words[1:2] == ["saved"]:
