@@ -74,7 +74,7 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
 	@$(bin)/python -m benchmarks.torture
 
-soak: setup  ## kills random processes of a supervised run at random moments, and compares its losses (10 minutes)
+soak: setup  ## disturbs a supervised run (kills, disks, data, a second job) and compares its losses (10 minutes)
 	@$(bin)/python -m benchmarks.soak
 
 fuzz: setup  ## searches for programs that a step gets wrong: random models under random layouts (15 minutes)

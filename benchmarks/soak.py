@@ -1,10 +1,12 @@
-"""Kills random processes of a supervised training run at random moments, and compares its losses.
+"""Disturbs a supervised training run at random moments, and compares its losses.
 
 A run of four processes, two simulated devices each, saves every 20 steps under `nnx-parallel launch`. Again
 and again a process of it (the coordinator too) gets SIGKILL, or now and then SIGSTOP, at a random moment:
-while it trains, saves, starts, joins, compiles or restores. In the end every loss must be that of an
-undisturbed run, each attempt must have gone on from the newest step that was reported as saved (one save may
-be complete and not reported), every step that is kept must verify, and no process may be left.
+while it trains, saves, starts, joins, compiles or restores. In between, its newest step is damaged while it
+is down, its disk takes no more bytes or is slow, the data of one process ends early, or a second job is
+started on its folder. In the end every loss must be that of an undisturbed run, each attempt must have gone
+on from the newest good step that was reported as saved (one save may be complete and not reported), every
+step that is kept must verify, each second job must have been refused, and no process may be left.
 
   python -m benchmarks.soak --kills 30
 """
@@ -18,6 +20,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,9 +32,10 @@ from benchmarks.harness import Record
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.hosts.launch import Job, launch
 
-PROCESSES, SAVE_EVERY, HANG_AFTER = 4, 20, 4.0
+TROUBLES = ("a damaged step", "a full disk", "a second job", "data that ends early", "a slow disk")
+PROCESSES, SAVE_EVERY, HANG_AFTER = 4, 20, 8.0
 TRAINING = r"""
-import os, sys, time
+import os, pathlib, resource, sys, time
 
 print(f"pid {os.getpid()}\n", end="", flush=True)
 import numpy as np, optax
@@ -40,16 +44,30 @@ import nnx_parallel as nxp
 
 folder, steps, pause, every = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 nxp.init_distributed(devices_per_process=2, timeout=60, heartbeat_timeout=10)
+trouble, fsync = pathlib.Path(folder).parent / "trouble", os.fsync
+
+def has(kind):
+  return trouble.exists() and trouble.read_text() == kind
+
+def slow(handle):
+  time.sleep(0.3 if has("a slow disk") else 0.0)
+  fsync(handle)
+
+os.fsync = slow
 init = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.fsdp("data", min_size=1), optimizer=optax.adam(1e-2))
 
 def batches(samples):
   for step in range(samples // 16, steps):
     time.sleep(pause)
+    if os.environ.get("RANK") == "1" and has("data that ends early"):
+      return
     yield np.random.default_rng(step).normal(size=(16, 64)).astype(np.float32)
 
 class Noted(nxp.Checkpointer):
   def save(self, step, *given, **options):
+    if has("a full disk"):
+      resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
     super().save(step, *given, **options)
     if nxp.hosts.main_process():
       print(f"saved {step}\n", end="", flush=True)
@@ -80,6 +98,7 @@ class Run:
     self.reported = self.made = 0
     self.struck: float | None = None
     self.training = threading.Event()
+    self.folder, self.restarts = folder, 0
     self.lines: list[str] = []
 
   def write(self, line: str) -> None:
@@ -89,6 +108,9 @@ class Run:
     if words[:2] == ["--", "restart"]:
       self.pids.clear()
       self.training.clear()
+      self.restarts += 1
+    elif not line.startswith("["):
+      return  # the launcher's own, such as the last lines of a process that failed
     elif words[1:2] == ["pid"]:
       self.pids[int(words[0][1:-1])] = int(words[2])
     elif words[1:2] == ["saved"]:
@@ -107,6 +129,35 @@ class Run:
       self.training.set()
     self.made += 1
     self.losses[step].add(loss)
+
+  def trouble(self, kind: str, over: threading.Event) -> None:
+    """Makes one of the `TROUBLES`, until the run has met it."""
+    file, restarts, reported = self.folder.parent / "trouble", self.restarts, self.reported
+    if kind == "a second job":
+      command = [sys.executable, *self.job.command[1:]]
+      alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+      second = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=300)
+      if restarts == self.restarts and (
+        "another job is writing there" not in second.stderr or "step " in second.stdout
+      ):
+        self.problems += ["a second job was not refused", second.stdout[-1000:], second.stderr[-1000:]]
+    elif kind == "a damaged step":
+      with contextlib.suppress(ProcessLookupError, KeyError):
+        os.kill(self.pids[1], signal.SIGKILL)
+      while restarts == self.restarts and not over.wait(0.01):
+        pass
+      *_, good, newest = [0, 0, *Checkpointer(self.folder).steps()]
+      for victim in (self.folder / str(newest)).glob("*/d/*") if good else ():
+        victim.write_bytes(bytes(255 - byte for byte in victim.read_bytes()))
+        self.reported = good
+    else:
+      file.write_text(kind)
+      # A slow disk is there for two saves; the others end the attempt.
+      while not over.wait(0.05) and (
+        self.reported < reported + 2 * SAVE_EVERY if kind == "a slow disk" else restarts == self.restarts
+      ):
+        pass
+      file.unlink()
 
   def strike(self, rng: random.Random) -> str:
     """Kills or stops one process, if there is one; returns what it did."""
@@ -145,12 +196,19 @@ def soak(
     raise SystemExit("\n".join(plain.lines[-50:]))
   token = uuid.uuid4().hex
   os.environ["NNX_PARALLEL_SOAK"] = token
-  run = Run(script, root / "run", steps, 0.02, kills + 5)
+  run = Run(script, root / "run", steps, 0.02, 2 * kills + 5)
   rng, done, over = random.Random(seed), collections.Counter[str](), threading.Event()
   until = time.monotonic() + 60 * minutes
 
   def strikes() -> None:
+    troubled = 0
     while not over.is_set() and done.total() < kills and time.monotonic() < until:
+      if done.total() % 3 == 2 and run.training.wait(60) and not over.is_set():
+        run.trouble(kind := TROUBLES[troubled % len(TROUBLES)], over)
+        troubled += 1
+        done[kind] += 1
+        run.struck = None
+        continue
       # Most wait until it trains again, which is what is timed; the others do not let it come so far.
       if rng.random() < 0.8:
         run.training.wait(60)
@@ -205,8 +263,8 @@ def main() -> int:
     ],
   )
   for what, count in sorted(done.items()):
-    record.value(what, count, "", group="signals")
-  record.value("all", done.total(), "", group="signals")
+    record.value(what, count, "", group="troubles")
+  record.value("all", done.total(), "", group="troubles")
   record.value("steps", args.steps, "", group="run")
   record.value("steps made again", run.made - args.steps, "", group="run")
   record.value("problems", len(run.problems), "", group="run")

@@ -671,8 +671,9 @@ def main() -> int:
   results = pathlib.Path(__file__).parent / "results"
   results.mkdir(exist_ok=True)
   (results / "torture.json").write_text(json.dumps(record, indent=2) + "\n")
-  rows = "\n".join(f"| {name} | {value} |" for name, value in record.items())
-  (results / "torture.md").write_text(f"# Torture\n\n| what | found |\n|---|---|\n{rows}\n")
+  rows = "\n".join(f"| {name} | {value} |" for name, value in record.items() if name != "command")
+  head = f"# Torture\n\n`{record['command']}`\n\n| what | found |\n|---|---|"
+  (results / "torture.md").write_text(f"{head}\n{rows}\n")
   print(rows)
   failed = damaged["wrong"] + damaged["unnamed"] + saves["wrong"] + steps["wrong"] + refused + len(bad)
   return 1 if failed or reads.keys() - {"right", "vanished"} or "wrong" in random_trees else 0

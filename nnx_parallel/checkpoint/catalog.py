@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
 import math
 import operator
 import warnings
@@ -111,8 +112,7 @@ class Catalog(Storage):
 
   def older(self, step: int) -> list[int]:
     """The steps before this one, damaged ones too, in order."""
-    found = [*self.steps(), *self.unrecognised_steps()]
-    return sorted(other for other in found if other < step)
+    return sorted(other for other in [*self.steps(), *self.unrecognised_steps()] if other < step)
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
@@ -208,7 +208,8 @@ def whole(name: str, value: object, least: int, what: str, fix: str) -> int:
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
   """An argument that takes one of a few values."""
   if value not in known:
-    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass one of {', '.join(map(repr, known))}.")
+    fix = f"pass {' or '.join(json.dumps(word) for word in known)}."
+    raise CheckpointError(f"{name}={value!r} is unknown.", fix=fix)
   return value
 
 

@@ -47,8 +47,6 @@ _lost = False  # a save failed when the script had ended: nothing but the exit c
 
 
 class _Choice(TypedDict, total=False):
-  """The options of `restore` that both overloads take."""
-
   only: Only | None
   skip: Iterable[str]
   rename: MappingType[str, str] | None
@@ -201,7 +199,7 @@ class Checkpointer:
           _unfinished.discard(self)
 
   def close(self) -> None:
-    """As `wait`; then it ends the thread of this object, and lets the directory go."""
+    """Waits as `wait` does, ends the thread of this object, and lets the directory go."""
     self._closed = True
     try:
       self.wait()

@@ -235,7 +235,7 @@ def compare(
   cast: bool = False,
   byte_budget: int = 0,
 ) -> Diff:
-  """Compares by name, with the arguments of `restore`; of items that only a step has, optimizers are `extra`."""
+  """Compares by name, with the arguments of `restore`; of the items of a step alone, optimizers are extra."""
   patterns, renames = Patterns(only, skip), _Renames(rename or {})
   model = manifest.items.get("model", _NOTHING)
   parameters = {*target.leaves.get("model", ()), *target.left_out.get("model", ()), *model.leaves}

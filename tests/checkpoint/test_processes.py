@@ -81,6 +81,7 @@ checkpointer.save((last or 0) + 1, tree)
 checkpointer.wait()
 print("verify", checkpointer.verify(), "latest", checkpointer.latest())
 restore(x=2, y=4)
+checkpointer.close()  # lets the directory go
 """
 )
 
@@ -101,6 +102,7 @@ def test_what_four_processes_save_two_and_one_restore_and_back(tmp_path):
     assert_same(jax.device_get(found), wanted)
   checkpointer.save(3, found)
   assert checkpointer.verify() == {}
+  checkpointer.close()  # lets the directory go
   assert {*run_in(4, CHAIN, tmp_path)} == {"from 3\nverify {} latest 4\n"}
 
 
