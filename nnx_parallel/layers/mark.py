@@ -54,32 +54,23 @@ _ATTRIBUTE = "_nxp_layer"
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-  """The mark of a module; the marks of equal layers are equal, so that their structures stay equal.
+  """The mark of a module; the marks of equal layers are equal, so that their structures stay equal."""
 
-  Attributes:
-    remat: what its calls save. JAX keeps traces of functions by the structure of what they get.
-    group: the layers that it belongs to.
-    ranks: None: each call is a layer's. Otherwise, only a call with arrays of fewer dims is, of one slice of
-      a module whose layers are stacked.
-    path: of the module.
-  """
-
-  remat: Remat
-  group: str
+  remat: Remat  # what its calls save. JAX keeps traces of functions by the structure of what they get
+  group: str  # the layers that it belongs to
+  # None: each call is a layer's. Otherwise, only a call with arrays of fewer dims is, of one slice of a
+  # module whose layers are stacked
   ranks: tuple[int, ...] | None
-  path: Path = dataclasses.field(compare=False)
+  path: Path = dataclasses.field(compare=False)  # of the module
 
 
 @dataclasses.dataclass
 class Marking:
-  """What is marked in one trace.
+  """What is marked in one trace."""
 
-  Attributes:
-    calls: the calls so far, by group.
-    stacks: the paths of modules that were called slice by slice.
-  """
-
+  # the calls so far, by group
   calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+  # the paths of modules that were called slice by slice
   stacks: set[Path] = dataclasses.field(default_factory=set[Path])
 
 
@@ -97,11 +88,7 @@ class _NewStructure(Exception):
 def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool = True) -> Generator[Marking]:
   """Marks the calls of layers of modules that belong to a trace, while its body is traced.
 
-  Args:
-    model: the modules.
-    found: their layers.
-    remat: what each call saves.
-    stacks: whether other modules are layers where a slice of them is called.
+  With `stacks`, other modules are layers where a slice of them is called.
   """
   modules = dict(modules_of(model))
   layers = {path: _Mark(remat, some.pattern, None, path) for some in found for path in some.paths}
@@ -273,11 +260,8 @@ def _with_changes(
 ) -> dict[int, Value]:
   """`nnx.jit(checkpoint(call))(modules, arrays)`, but writes only the Variables that the call changes.
 
-  `nnx.jit` writes all Variables. Inside `jax.vmap` and other transforms, a model from outside must not be
-  written.
-
-  Raises:
-    _NewStructure: the call changes more than the values of Variables and arrays, or returns a module.
+  `nnx.jit` writes all, and inside `jax.vmap` a model from outside must not be written. `_NewStructure` if the
+  call changes more than the values of Variables and arrays, or returns a module.
   """
   graphdef, state = nnx.split(modules)
   leaves, structure = jax.tree.flatten(state)

@@ -28,20 +28,14 @@ def _wide(x: jax.Array) -> DTypeLike:
 
 
 class Kind(NamedTuple):
-  """A statistic: of a chunk, of two chunks together, and the part of it that has a gradient by a chunk.
+  """A statistic: of a chunk, of two chunks together, and the part of it that has a gradient by a chunk."""
 
-  Attributes:
-    of: `*arrays -> numbers` per row.
-    combined: `(numbers, numbers) -> numbers`.
-    part: `(numbers of all columns, *arrays) -> [number]`, of the one that is `derived`; None: none is.
-    start: the numbers of no columns.
-    stale: what columns that an earlier chunk has are replaced by, in each array; None: they stay.
-  """
-
-  of: Callable[..., list[jax.Array]]
-  combined: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
+  of: Callable[..., list[jax.Array]]  # `*arrays -> numbers` per row
+  combined: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]  # `(numbers, numbers) -> numbers`
+  # `(numbers of all columns, *arrays) -> [number]`, of the one that is `derived`; None: none is
   part: Callable[..., list[jax.Array]]
-  start: tuple[float, ...]
+  start: tuple[float, ...]  # the numbers of no columns
+  # what columns that an earlier chunk has are replaced by, in each array; None: they stay
   stale: tuple[float | None, ...]
   derived: int | None = 0
 

@@ -34,36 +34,17 @@ from nnx_parallel.layers.stacks import Key, Stacks, as_called, variables
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-  """The roles of the inputs and results of a traced loss, by position.
+  """The roles of the inputs and results of a traced loss, by position."""
 
-  Attributes:
-    model: the number of leading inputs that are arrays of the model; the rest are arrays of a microbatch.
-    states: result -> input, for arrays of the model that the loss may change.
-    outputs: results with the examples on dim 0; all other results are sums.
-  """
-
-  model: int
-  states: Mapping[int, int]
-  outputs: Collection[int]
+  model: int  # the number of leading inputs that are arrays of the model; the rest are arrays of a microbatch
+  states: Mapping[int, int]  # result -> input, for arrays of the model that the loss may change
+  outputs: Collection[int]  # results with the examples on dim 0; all other results are sums
 
 
 class AroundLayers:
   """The operations of a trace, sorted by their relation to its equal layers.
 
-  Args:
-    program: the trace, with its stacks of layers.
-    signature: the roles of its inputs and results.
-
-  Attributes:
-    stack: the layers.
-    changed: result -> input, for arrays that the program does change.
-    kept: results for arrays that the program may change but does not.
-    read: variables that are read outside of the layers.
-    of_layers: inputs that each layer changes -> its results that are the new values.
-    alone: result -> input, for arrays that change outside of the layers.
-
-  Raises:
-    TrainError: there are no equal layers.
+  `TrainError` if there are no equal layers.
   """
 
   def __init__(self, program: Stacks, signature: Signature):
@@ -80,10 +61,7 @@ class AroundLayers:
   def sort(self, varying: Collection[Var]) -> None:
     """Sorts the operations outside of the layers into `fixed`, `before` and `after`; see above.
 
-    Sets `varies`: the given variables and all variables that depend on them, which differ by microbatch.
-
-    Raises:
-      TrainError: each layer reads a different value that depends on the batch.
+    Sets `varies`: these variables and all that depend on them. `TrainError` if each layer reads another one.
     """
     made = {*self.stack.final, *self.made_variables}
     after, self.varies = dependents(self.eqns, made), dependents(self.eqns, varying)
@@ -127,9 +105,7 @@ class AroundLayers:
   def layer(self, known: Mapping[Key, jax.Array], kept: Collection[Key] = ()) -> Layer:
     """One layer, for `PipelineLoop`; its carry includes the arrays that travel with the microbatch.
 
-    Args:
-      known: the values of `same` that are one array for all microbatches.
-      kept: results of each layer that are read elsewhere.
+    `known` are the values of `same` that all microbatches share; `kept`, results that are read elsewhere.
     """
 
     def layer(
@@ -167,9 +143,7 @@ class AroundLayers:
 class TrainPipeline(AroundLayers):
   """A traced loss of one microbatch as a pipeline.
 
-  Raises:
-    TrainError: there are no equal layers, or a Variable changes in a way that a pipeline cannot follow.
-    SchemeError: no such axis, the number of microbatches does not fit it, or 1F1B has only one stage.
+  `TrainError` if a Variable changes in a way that a pipeline cannot follow; `SchemeError` for its options.
   """
 
   def __init__(
@@ -231,11 +205,8 @@ class TrainPipeline(AroundLayers):
     return f"; outside of the pipeline, computed by each stage: {names}, weights of {size}"
 
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results of the loss: sums over the microbatches, new arrays, and outputs `[microbatches, ...]`.
-
-    Args:
-      model: the arrays of the model.
-      parts: arrays `[microbatches, ...]`.
+    """Sums over the microbatches, new arrays, and outputs `[microbatches, ...]`, from arrays of the model and
+    of the microbatches, `[microbatches, ...]`.
     """
     stack, count = self.stack, self.signature.model
     fixed = values_of(self.program.jaxpr, model)
