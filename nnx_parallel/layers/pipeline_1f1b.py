@@ -123,6 +123,7 @@ class Gradients:
     moving = dependents(of.eqns, [of.inputs[n] for n in trained])
     others = (*self.stack.same.values(), *self.stack.carried, of.outputs[0])  # a loss of weights alone
     reads = (*of.reads([*of.before, *of.after]), *variables(others))
+    # With gradients and read once, not by layer: the embedding, the head, what all layers share.
     self.outer = [
       var for var in dict.fromkeys(reads) if var in self.fixed and var in moving and is_inexact(var.aval)
     ]
@@ -132,6 +133,7 @@ class Gradients:
       if key not in of.of_layers and not moving.isdisjoint(some) and is_inexact(some[0].aval)
     ]
     places = {var: n for n, var in enumerate(self.outer)}
+    # What all layers of a microbatch read: it travels with the microbatch, is in `outer`, or is known.
     self.sent = [*of.travels, *of.gathered]
     self.shared = {key: places[var] for key, var in of.same.items() if var in places}
     known = {
@@ -146,6 +148,7 @@ class Gradients:
       if o not in of.kept and o not in of.changed and (among(var, of.varies) or among(var, late))
     ]
     read_late = {*of.reads(of.after), *variables(self.wanted)}
+    # Computed before the layers, and read after them.
     self.bridge = [var for n in of.before for var in of.eqns[n].outvars if var in read_late]
     self.loop = PipelineLoop(of.schedule, of.options.axis, of.mesh, of.layer(known, of.made_outside))
     self.batch_variables = [*varying]

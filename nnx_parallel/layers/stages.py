@@ -51,10 +51,12 @@ class AroundLayers:
     self.program, self.signature, self.stack = program, signature, program.largest()
     self.eqns, self.inputs, self.outputs = program.eqns, [*program.body.invars], [*program.body.outvars]
     states = signature.states
+    # Results for arrays that the program may change, by whether it does: `changed` is result -> input.
     self.changed = {o: i for o, i in states.items() if self.outputs[o] is not self.inputs[i]}
     self.kept = {o for o in states if o not in self.changed}
     outside = [n for n in range(len(self.eqns)) if n not in self.stack.numbers]
     self.read = {*self.reads(outside), *variables(v for o, v in enumerate(self.outputs) if o not in states)}
+    # What each layer changes, and what changes outside of the layers, such as the count of a random stream.
     self.of_layers, news = self._of_layers()
     self.alone = {o: i for o, i in self.changed.items() if self.outputs[o] not in news}
 
@@ -205,9 +207,7 @@ class TrainPipeline(AroundLayers):
     return f"; outside of the pipeline, computed by each stage: {names}, weights of {size}"
 
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """Sums over the microbatches, new arrays, and outputs `[microbatches, ...]`, from arrays of the model and
-    of the microbatches, `[microbatches, ...]`.
-    """
+    """The results of the loss: sums of the microbatches, new arrays, and outputs `[microbatches, ...]`."""
     stack, count = self.stack, self.signature.model
     fixed = values_of(self.program.jaxpr, model)
     self.evaluate(self.fixed, fixed)

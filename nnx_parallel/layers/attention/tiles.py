@@ -63,11 +63,11 @@ def is_first(hop: AnyArray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """One device's part of an attention that the devices of a mesh axis share; None: one device has all of it."""
+  """A device's part of an attention that the devices of a mesh axis share; None: one device has it all."""
 
   axis: str | None
   size: int
-  row: DimName  # the names of the dims of queries, of keys, and of what is split: queries or heads
+  row: DimName  # and `column`, `dim`: the names of queries, of keys, and of what is split, queries or heads
   column: DimName
   dim: DimName
   # the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None
@@ -201,7 +201,8 @@ class TileAttention:
   """The values, weighted by the softmax of scores, as a function of arrays that are read in tiles."""
 
   share: Share
-  inputs: Sequence[Labels]  # the labels of the arrays, of one number per row of the scores, and of the result
+  # `inputs`, `row` and `result`: the labels of the arrays, of a number per row of the scores, of the result
+  inputs: Sequence[Labels]
   slopes: int  # the number of leading arrays that have gradients
   row: Labels
   result: Labels
