@@ -68,11 +68,7 @@ ScanLayers = Literal["auto"] | bool
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-  """How the layers of a loss are computed.
-
-  Raises:
-    TrainError: no such policy, or another option is not valid.
-  """
+  """How the layers of a loss are computed: options of `train_step`. `TrainError` if one is not valid."""
 
   remat: Policy = None  # the activations that each layer saves for the backward pass
   scan_layers: ScanLayers = "auto"  # whether consecutive equal layers become one scan
@@ -257,14 +253,9 @@ def _variables(objects: PyTree) -> Any:
 def with_options(
   function: Callable[..., PyTree], options: LayerOptions, used: LayersUsed | None = None
 ) -> Callable[..., PyTree]:
-  """A function of pytrees of arrays whose marked layers are treated by `options`.
+  """A function of pytrees of arrays whose layers, marked by `options.marking`, are treated; `used` says how.
 
   It raises a `TrainError` if a policy finds no layer.
-
-  Args:
-    function: marks its layers by `options.marking`.
-    options: how the layers are computed.
-    used: receives how they were computed.
   """
   remat, note = options.how, LayersUsed() if used is None else used
   if not (remat.changes or options.scan_layers is True or options.rewrites):
@@ -285,16 +276,9 @@ def with_stages(
   ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
 ) -> Callable[..., PyTree]:
-  """A loss whose layers are a pipeline: a function of the full batch instead of a microbatch.
+  """A loss `(model, batch) -> results` whose layers are a pipeline: of the full batch, not of a microbatch.
 
-  It raises a `TrainError` if the loss has no equal layers.
-
-  Args:
-    objective: `(model, batch) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
-    options: how the layers are computed; includes a pipeline.
-    microbatches: the number of microbatches of the batch.
-    ends: as in `program_of`.
-    used: receives how they were computed.
+  `ends` is as in `program_of`. It raises a `TrainError` if the loss has no equal layers.
   """
   assert options.pipeline is not None
   asked = options.pipeline
@@ -328,13 +312,8 @@ def program_of(
 ) -> tuple[Stacks, Signature, TreeDef]:
   """The trace of a call for a pipeline, the roles of its inputs and results, and the results' structure.
 
-  Args:
-    function: a function of pytrees of arrays, the model first; marks its layers by `options.marking`.
-    args: its arguments for one microbatch, or one group of rows.
-    options: how the layers are computed; includes a pipeline.
-    ends: the position of each result, in the structure of the results -> `Signature.states` and `.outputs`;
-      positions of inputs count the arrays of all arguments.
-    used: receives how they were computed.
+  `args` are of one microbatch, the model first. `ends` gives `Signature.states` and `.outputs`, from the
+  position of each result, in the structure of the results.
   """
   assert options.pipeline is not None
   with mapped_axes((options.pipeline.axis,)):

@@ -89,11 +89,7 @@ class _NewStructure(Exception):
 def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool = True) -> Generator[Marking]:
   """Marks the calls of layers of modules that belong to a trace, while its body is traced.
 
-  Args:
-    model: the modules.
-    found: their layers.
-    remat: what each call saves.
-    stacks: whether other modules are layers where a slice of them is called.
+  With `stacks`, other modules are layers where a slice of them is called.
   """
   modules = dict(modules_of(model))
   layers = {path: _Mark(remat, some.pattern, None, path) for some in found for path in some.paths}
@@ -222,11 +218,8 @@ def _with_changes(
 ) -> dict[int, Value]:
   """`nnx.jit(checkpoint(call))(modules, arrays)`, but writes only the Variables that the call changes.
 
-  `nnx.jit` writes all Variables. Inside `jax.vmap` and other transforms, a model from outside must not be
-  written.
-
-  Raises:
-    _NewStructure: the call changes more than the values of Variables and arrays, or returns a module.
+  `nnx.jit` writes all, and inside `jax.vmap` a model from outside must not be written. `_NewStructure` if the
+  call changes more than the values of Variables and arrays, or returns a module.
   """
   graphdef, state = nnx.split(modules)
   leaves, structure = jax.tree.flatten(state)

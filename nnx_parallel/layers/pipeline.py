@@ -245,19 +245,10 @@ class PipelineLoop:
   def __call__(
     self, inputs: PyTree, rows: PyTree, state: PyTree, shared: PyTree, gathered: PyTree
   ) -> tuple[PyTree, PyTree, PyTree]:
-    """The results of all layers, for all microbatches.
+    """The last layer's results, like `inputs`; the state; other results, `[microbatches, layers, ...]`.
 
-    Args:
-      inputs: the inputs of the first layer, `[groups, stages, ...]`.
-      rows: the layers' own arrays, `[virtual_stages, stages, chunk, ...]`.
-      state: the arrays that the layers change, with the same dims; each microbatch in turn, without
-        gradients.
-      shared: the arrays that all layers and microbatches share.
-      gathered: arrays `[microbatches, ...]`; each stage receives the entry of its microbatch.
-
-    Returns:
-      The results of the last layer, like `inputs`; the state; and the other results of each layer,
-      `[microbatches, layers, ...]`.
+    `inputs` are `[groups, stages, ...]`; `rows` (arrays of each layer) and `state` (which layers change, each
+    microbatch in turn, without gradients) `[virtual_stages, stages, chunk, ...]`; `gathered` by microbatch.
     """
     plan, active = self.schedule, self.active
     stages = np.arange(plan.stages)
@@ -304,18 +295,10 @@ class PipelineLoop:
     *,
     backwards: bool = False,
   ) -> tuple[Belt, PyTree]:
-    """One tick of either direction.
+    """One tick of either direction: the new belt, and the others that `compute` returns.
 
-    Args:
-      belt: what is under way.
-      tick: the tick's number, in its direction.
-      entering: the inputs of the group that may enter, `[stages, ...]`.
-      idle: the inputs of stages that do not work.
-      compute: `(inputs, works, microbatch, chunk) -> (results, others)`; all arrays are `[stages, ...]`.
-      backwards: from the last stage to the first; a group then enters with its last microbatch.
-
-    Returns:
-      The new belt, and the others.
+    `entering` are the inputs of the group that may enter, `idle` those of stages that do not work; all arrays
+    are `[stages, ...]`. Backwards, a group enters at the last stage, with its last microbatch.
     """
     plan = self.schedule
     stages, by = np.arange(plan.stages), 1
@@ -488,11 +471,7 @@ def in_order(pipeline: Pipeline, mesh: AnyMesh | None) -> Pipeline:
 
 
 def size_along(mesh: AnyMesh | None, axis: str) -> int:
-  """The size of a mesh axis; 1 without a mesh.
-
-  Raises:
-    SchemeError: the mesh has no such axis.
-  """
+  """The size of a mesh axis, 1 without a mesh; `SchemeError` if the mesh has no such axis."""
   sizes = {axis: 1} if mesh is None else axis_sizes(mesh)
   if axis not in sizes:
     raise SchemeError(

@@ -148,25 +148,18 @@ class Cut:
 
   The function takes `varied` values, which differ by call; `weights`; and `slopes`, the gradients of its
   results. It returns its results, and the gradients of the varied values and of the weights.
-
-  Attributes:
-    constants: the values of constants.
-    inputs: the variables of `varied`, `weights` and `slopes`.
-    results, trees: the variables of the results and of the gradients, and their structures.
-    early: the operations that do not read slopes.
-    again: those of them that read weights alone: both programs compute them.
-    back: the other operations.
-    residuals: the values that `forward` passes to `backward`.
   """
 
-  constants: Values
+  constants: Values  # the values of constants
+  # the variables of `varied`, `weights` and `slopes`
   inputs: tuple[Sequence[Var], Sequence[Var], Sequence[Var]]
+  # the variables of the results and of the gradients, and their structures
   results: tuple[Sequence[Var], Sequence[Var]]
   trees: tuple[Any, Any]
-  early: list[JaxprEqn]
-  again: list[JaxprEqn]
-  back: list[JaxprEqn]
-  residuals: list[Var]
+  early: list[JaxprEqn]  # the operations that do not read slopes
+  again: list[JaxprEqn]  # those of them that read weights alone: both programs compute them
+  back: list[JaxprEqn]  # the other operations
+  residuals: list[Var]  # the values that `forward` passes to `backward`
 
   @classmethod
   def of(cls, function: Callable[..., PyTree], varied: PyTree, weights: PyTree, slopes: PyTree) -> Cut:

@@ -176,15 +176,8 @@ def move_inside(reasons: Iterable[str]) -> str:
 class Stacks:
   """A program with its chains of layers.
 
-  Args:
-    jaxpr: the trace of a loss.
-    scan_from: the smallest number of layers of a scan; None: no chain becomes a scan.
-    remat: what layers save. Chains that are not scans are then also evaluated unit by unit, not call by call,
-      where a unit is recomputed as one.
-
-  Attributes:
-    chains: by the position of their first operation.
-    reasons: why neighbouring layers are not in one chain.
+  A chain of at least `scan_from` layers becomes a scan (None: none does). Other chains are evaluated unit by
+  unit where `remat` recomputes a unit as one.
   """
 
   def __init__(self, jaxpr: Program, scan_from: int | None = 2, remat: Remat = AS_WRITTEN):
@@ -248,11 +241,7 @@ class Stacks:
     return [read(var, values) for var in self.body.outvars]
 
   def largest(self) -> Stack:
-    """The equal layers, marked calls or scans, that hold the most bytes.
-
-    Raises:
-      TrainError: there are no equal layers.
-    """
+    """The equal layers, marked calls or scans, that hold the most bytes; `TrainError` if there are none."""
     stacks = [self.stack(chain) for chain in self.chains.values() if len(chain.units) > 1]
     stacks += [self._of_scan(n) for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
     found = max(stacks, key=lambda stack: stack.nbytes, default=None)

@@ -221,11 +221,7 @@ class ContextAttention:
   ) -> np.ndarray:
     """The tiles of scores that each device computes at each shard that it visits, `[devices, visits]`.
 
-    Args:
-      length: the global length of the sequence, in positions.
-      shards: the size of the axis.
-      segment_ids: as for a call, `[batch, length]`; None for one document.
-      positions: as for a call, `[batch, length]`; None for the order that the options say.
+    `length` and `shards` are the sizes of the sequence and of the axis; the arrays are as for a call.
     """
     sequence, at = _Sequence(self, shards, 1, length), np.arange(length)[None]
     grid = Grid.even(dict.fromkeys("qk", length), self.block, dict.fromkeys("qk", sequence.parts))

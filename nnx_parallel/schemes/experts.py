@@ -457,6 +457,14 @@ class _Part(NamedTuple):
   sizes: jax.Array  # the number of choices of each of these experts
   add: Callable[[jax.Array, jax.Array], jax.Array]  # adds their gradient to the sum for all experts
 
+  def take(self, arrived: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The numbers of the rows of the choices, and the rows; ones if there is no choice.
+
+    An exchange may leave NaN in a row that was not sent, and NaN times a gradient of 0 is NaN.
+    """
+    numbers = self.choices % len(arrived)
+    return numbers, jnp.where(self.exist[0], arrived[numbers], jnp.ones((), arrived.dtype))
+
 
 Visit = Callable[[_Part, PyTree], PyTree]
 
@@ -501,8 +509,9 @@ def _in_groups(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, s
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
     return visit(_Part(choices, places < end, parameters, sizes, jnp.add), state)
 
-  # No part if there are no choices: an exchange leaves arbitrary numbers in its empty rows.
-  return jax.lax.fori_loop(0, -(-end // size), body, state)
+  # One part is no loop, whose sums of gradients would be as large as the weights, in float32.
+  state = body(0, state)
+  return jax.lax.fori_loop(1, -(-end // size), body, state) if size < queues.order.size else state
 
 
 def _of_one(function: ExpertFn) -> Callable[[PyTree, jax.Array], PyTree]:
@@ -532,8 +541,8 @@ def _dropless_forward(
     arrived = now.send(x)
 
     def part(part: _Part, sums: jax.Array) -> jax.Array:
-      rows = part.choices % len(arrived)
-      found = kind.function(part.parameters, arrived[rows], part.sizes).astype(jnp.float32)
+      rows, given = part.take(arrived)
+      found = kind.function(part.parameters, given, part.sizes).astype(jnp.float32)
       found = found * now.shares[part.choices][:, None]
       return sums.at[rows].add(jnp.where(part.exist[:, None], found, 0))
 
@@ -557,9 +566,9 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
 
     def part(part: _Part, state: PyTree) -> PyTree:
       by_parameter, by_row, by_share = state
-      rows, exist = part.choices % len(arrived), part.exist[:, None]
+      (rows, given), exist = part.take(arrived), part.exist[:, None]
       result, back = jax.vjp(
-        lambda weights, rows: kind.function(weights, rows, part.sizes), part.parameters, arrived[rows]
+        lambda weights, rows: kind.function(weights, rows, part.sizes), part.parameters, given
       )
       slope = slopes[rows].astype(jnp.float32)
       own = jnp.where(exist, slope * now.shares[part.choices][:, None], 0)

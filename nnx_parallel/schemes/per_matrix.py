@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,11 @@ def per_matrix(
   Muon, Shampoo and SOAP multiply or factor the gradient of each matrix as a whole. If a layout shards the
   matrices, the compiler gathers them, and all devices compute the same products. With this wrapper, matrices
   of equal size and dtype form a group, and each device computes an equal number of whole matrices of the
-  group. One all-to-all per group brings the parts of the gradients to these devices, and a second all-to-all
-  returns the updates. The state of a matrix stays on the device that computes it: the plan shards the state
-  over all mesh axes, with padding. If a group has fewer matrices than the mesh has devices, the plan says how
-  many devices have no matrix.
+  group. One all-to-all per group brings equal parts of the rows of all gradients to these devices, and a
+  second all-to-all returns the updates; a matrix that is not sharded by rows is laid out by rows first. The
+  state of a matrix stays on the device that computes it: the plan shards the state over all mesh axes, with
+  padding. If a group has fewer matrices than the mesh has devices, the plan says how many devices have no
+  matrix.
 
   `tx` gets one matrix at a time. A norm in `tx` is therefore the norm of one matrix; put
   `optax.clip_by_global_norm` around the wrapper. Counts, schedules and random keys in `tx` exist once for
@@ -123,6 +124,9 @@ def per_matrix(
 _DIMS = "dims=lambda parameters: jax.tree.map(lambda x: MuonDimensionNumbers(-2, -1), parameters)"
 
 
+Change: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
 class _Array(NamedTuple):
   """An array of matrices."""
 
@@ -155,15 +159,15 @@ class _Group(NamedTuple):
     """The number of matrices of each array."""
     return [math.prod(array.shape) // math.prod(self.matrix) for array in self.arrays]
 
-  def stack(self, values: Sequence[jax.Array]) -> jax.Array:
-    """All matrices, `[matrices, rows, columns]`."""
+  def stack(self, values: Sequence[jax.Array], each: Change = lambda x: x) -> jax.Array:
+    """All matrices, `[matrices, rows, columns]`; `each` is applied to those of each array."""
     pairs = zip(self.arrays, values, strict=True)
-    return jnp.concatenate([array.stack(x, self.matrix) for array, x in pairs])
+    return jnp.concatenate([each(array.stack(x, self.matrix)) for array, x in pairs])
 
-  def unstack(self, matrices: jax.Array) -> list[jax.Array]:
+  def unstack(self, matrices: jax.Array, each: Change = lambda x: x) -> list[jax.Array]:
     """The inverse of `stack`."""
     parts = jnp.split(matrices, np.cumsum(self.counts)[:-1])
-    return [array.unstack(part) for array, part in zip(self.arrays, parts, strict=True)]
+    return [array.unstack(each(part)) for array, part in zip(self.arrays, parts, strict=True)]
 
 
 def _update(
@@ -189,29 +193,30 @@ def _update(
   grads = [pinned(x, array.where) for array, x in zip(group.arrays, grads, strict=True)]
   one, whole, by_row = PartitionSpec(), PartitionSpec(axes), PartitionSpec(None, axes)
 
-  def exchange(x: jax.Array, *steps: PartitionSpec) -> jax.Array:
-    for spec in steps:
-      x = jax.lax.with_sharding_constraint(x, NamedSharding(auto_mesh(mesh), spec))
-    return x
+  def lay_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(auto_mesh(mesh), spec))
 
-  def pad(x: jax.Array, dims: int) -> jax.Array:
-    """With zeros, so that the devices divide the first dims."""
-    return jnp.pad(x, [(0, -size % devices if dim < dims else 0) for dim, size in enumerate(x.shape)])
+  def pad(x: jax.Array, dim: int) -> jax.Array:
+    """With zeros, so that the devices divide a dim."""
+    return jnp.pad(x, [(0, -size % devices if d == dim else 0) for d, size in enumerate(x.shape)])
 
-  def gather(values: list[jax.Array] | None) -> jax.Array | None:
-    if values is None:
-      return None
-    # Via equal parts of the rows of all matrices, so that this is an all-to-all, not a gather.
-    return exchange(pad(group.stack(values), 2), by_row, whole)[:, : group.matrix[0]]
+  # Each device has equal parts of the rows of all matrices, and then whole matrices: an all-to-all. The rows
+  # of each array are laid out separately, or the compiler moves all arrays to the layout of one of them.
+  def gather(values: list[jax.Array]) -> jax.Array:
+    rows = group.stack(values, lambda x: lay_out(pad(x, 1), by_row))
+    return lay_out(lay_out(pad(rows, 0), by_row), whole)[:, : group.matrix[0]]
+
+  def scatter(matrices: jax.Array) -> list[jax.Array]:
+    rows = lay_out(lay_out(pad(matrices, 1), whole), by_row)[:count]
+    return group.unstack(rows, lambda x: lay_out(x, by_row)[:, : group.matrix[0]])
 
   def on_auto_axes(grads: PyTree, state: PyTree, params: PyTree, extra: PyTree) -> PyTree:
-    state = jax.tree.map(lambda x: exchange(pad(x, 1), whole), state)
+    state = jax.tree.map(lambda x: lay_out(pad(x, 0), whole), state)
     each = on_shards(run, mesh_inside(auto_mesh(mesh)), (whole, whole, whole, one), (whole, whole))
-    new, state = each(gather(grads), state, gather(params), extra)
-    new = exchange(pad(new, 2), whole, by_row)[:count, : group.matrix[0]]
-    return group.unstack(new), jax.tree.map(lambda x: x[:count], state)
+    new, state = each(gather(grads), state, None if params is None else gather(params), extra)
+    return scatter(new), jax.tree.map(lambda x: x[:count], state)
 
-  if AxisType.Explicit not in mesh.axis_types:
+  if AxisType.Explicit not in mesh_inside(mesh).axis_types:
     return on_auto_axes(grads, state, params, extra)
   specs = [array.where.spec for array in group.arrays], one if count % devices else whole
   return computed_on_auto_axes(on_auto_axes, mesh, lambda _: specs)(grads, state, params, extra)
