@@ -3,7 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.hosts.agree import barrier, broadcast, main_process, once_per_host
+  from nnx_parallel.hosts.agree import barrier, main_process, once_per_host
   from nnx_parallel.hosts.bringup import Processes
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
@@ -12,7 +12,6 @@ __all__ = [
   "Processes",
   "StopSignals",
   "barrier",
-  "broadcast",
   "main_process",
   "once_per_host",
   "to_host",
