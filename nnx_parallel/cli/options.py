@@ -62,17 +62,6 @@ def pipeline(text: str) -> Pipeline:
     ) from error
 
 
-def format_pipeline(found: Pipeline) -> str:
-  """The inverse of `pipeline`."""
-  stages = f":{found.virtual_stages}" * (found.virtual_stages > 1)
-  return f"{found.axis}{stages}" + (f":{found.order}" if found.order is not None else "")
-
-
-def axis_or_pipeline(text: str) -> Pipeline | str:
-  """An axis (the search chooses the order), or a `pipeline`, for argparse."""
-  return pipeline(text) if ":" in text else text
-
-
 def parse_rules(text: str) -> Rules:
   """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse."""
   rules: Rules = {}
