@@ -8,11 +8,4 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.hosts.fetch import to_host
   from nnx_parallel.hosts.stop import StopSignals
 
-__all__ = [
-  "Processes",
-  "StopSignals",
-  "barrier",
-  "main_process",
-  "once_per_host",
-  "to_host",
-]
+__all__ = ["Processes", "StopSignals", "barrier", "main_process", "once_per_host", "to_host"]

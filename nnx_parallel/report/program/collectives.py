@@ -123,12 +123,7 @@ def totals(items: Iterable[Collective], key: Callable[[Collective], Any]) -> dic
 
 
 def _describe(
-  program: hlo.Program,
-  run: hlo.Executed,
-  kind: str,
-  finder: AxisFinder,
-  slices: Labels,
-  origins: Origins,
+  program: hlo.Program, run: hlo.Executed, kind: str, finder: AxisFinder, slices: Labels, origins: Origins
 ) -> Collective:
   instruction = run.instruction
   programs = finder.devices // program.partitions if program.partitions > 1 else 1
