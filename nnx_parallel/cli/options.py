@@ -62,17 +62,6 @@ def pipeline(text: str) -> Pipeline:
     ) from error
 
 
-def format_pipeline(found: Pipeline) -> str:
-  """The inverse of `pipeline`."""
-  stages = f":{found.virtual_stages}" * (found.virtual_stages > 1)
-  return f"{found.axis}{stages}" + (f":{found.order}" if found.order is not None else "")
-
-
-def axis_or_pipeline(text: str) -> Pipeline | str:
-  """An axis (the search chooses the order), or a `pipeline`, for argparse."""
-  return pipeline(text) if ":" in text else text
-
-
 def parse_rules(text: str) -> Rules:
   """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse."""
   rules: Rules = {}
@@ -89,25 +78,26 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   "directory": {"metavar": "DIR", "help": "the directory of the steps"},
   "path": {"metavar": "PATH", "help": "a .safetensors file, its index, or their folder"},
   "out": {"metavar": "OUT", "help": "the folder to write to; nothing is overwritten"},
-  "--mesh": {"metavar": "AXIS=N,...", "help": "devices along each axis; -1 takes the rest (the recipe's mesh)"},
-  "--devices": {"metavar": "N", "type": int, "help": "simulate N CPU devices (as many as the mesh has, without"
-    " an accelerator)"},
-  "--rules": {"metavar": "NAME=AXIS+...,...", "type": parse_rules, "default": {}, "help": "mesh axes of logical"
-    " names, in place of the mesh axes in the recipe's rules: sequence=tensor"},
-  "--zero": {"type": int, "choices": (0, 1, 2), "default": 0, "help": "1 splits the optimizer state over the axes"
-    " of the batch too (ZeRO-1), 2 also the gradients"},
+  "--mesh": {"metavar": "AXIS=N,...", "help": "devices along each axis; -1 takes the rest (the recipe's"
+    " mesh)"},
+  "--devices": {"metavar": "N", "type": int, "help": "simulate N CPU devices (as many as the mesh has,"
+    " without an accelerator)"},
+  "--rules": {"metavar": "NAME=AXIS+...,...", "type": parse_rules, "default": {}, "help": "mesh axes of"
+    " logical names, in place of the mesh axes in the recipe's rules: sequence=tensor"},
+  "--zero": {"type": int, "choices": (0, 1, 2), "default": 0, "help": "1 splits the optimizer state over the"
+    " axes of the batch too (ZeRO-1), 2 also the gradients"},
   "--offload": {"action": "store_true", "help": "keep the optimizer state in host memory between steps"},
   "--microbatches": {"metavar": "N", "type": positive, "help": "parts that the batch is run in"},
-  "--remat": {"choices": REMATS, "default": AS_WRITTEN, "help": "activations that layers save for the backward"
-    " pass (default: as the recipe does)"},
-  "--layers": {"metavar": "PATTERN", "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default: the"
-    " repeated parts of the model)"},
+  "--remat": {"choices": REMATS, "default": AS_WRITTEN, "help": "activations that layers save for the"
+    " backward pass (default: as the recipe does)"},
+  "--layers": {"metavar": "PATTERN", "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default:"
+    " the repeated parts of the model)"},
   "--scan-layers": {"choices": tuple(SCANS), "default": "auto", "help": "one scan of consecutive equal layers"
     " (default: of 4 or more that --remat recomputes)"},
-  "--attention": {"metavar": "|".join((*ATTENTIONS, "N")), "type": attention, "help": "compute attention by blocks"
-    " of queries and keys (of N), a kernel, or over the axis of positions"},
-  "--loss-chunks": {"metavar": "N", "type": positive, "help": "compute the head and the loss in N parts of the"
-    " vocabulary (default: in one)"},
+  "--attention": {"metavar": "|".join((*ATTENTIONS, "N")), "type": attention, "help": "compute attention by"
+    " blocks of queries and keys (of N), a kernel, or over the axis of positions"},
+  "--loss-chunks": {"metavar": "N", "type": positive, "help": "compute the head and the loss in N parts of"
+    " the vocabulary (default: in one)"},
   "--pipeline": {"metavar": "AXIS[:VIRTUAL_STAGES][:ORDER]", "type": pipeline, "help": "run the layers as a"
     " pipeline over this mesh axis; --microbatches is a multiple of its size"},
   "--batch": {"metavar": "N", "type": positive, "help": "examples in the global batch"},
@@ -115,11 +105,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   "--html": {"metavar": "FILE", "type": Path, "help": "also write a page"},
   "--json": {"action": "store_true", "help": "one JSON object instead of tables"},
   "--step": {"metavar": "N", "type": int, "help": "the step (default: the newest; for verify: all)"},
-  "--skip": {"metavar": "PATTERN", "action": "append", "default": [], "help": "leaves of the model to leave out"
-    " (import: to initialise); may be repeated"},
-  "--weight-map": {"metavar": "PATH", "help": "a Python file with WEIGHT_MAP = WeightMap(...), or the folder of a"
-    " model on Hugging Face, whose config.json tells its family (default: import looks for one in PATH; without"
-    " one, names are paths)"},
+  "--skip": {"metavar": "PATTERN", "action": "append", "default": [], "help": "leaves of the model to leave"
+    " out (import: to initialise); may be repeated"},
+  "--weight-map": {"metavar": "PATH", "help": "a Python file with WEIGHT_MAP = WeightMap(...), or the folder"
+    " of a model on Hugging Face, whose config.json tells its family (default: import looks for one in PATH;"
+    " without one, names are paths)"},
   "--dry-run": {"action": "store_true", "help": "list what would happen to each array, and do nothing"},
 }  # fmt: skip
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")

@@ -30,7 +30,7 @@ def register(commands: options.Commands) -> None:
   add = parser.add_argument
   add(
     "--pipeline",
-    type=options.axis_or_pipeline,
+    type=lambda text: options.pipeline(text) if ":" in text else text,  # the search chooses the order
     metavar="AXIS[:VIRTUAL_STAGES][:ORDER]",
     help="also try pipelines over this mesh axis; with AXIS alone, the order is 1f1b",
   )
@@ -85,7 +85,9 @@ def command(args: argparse.Namespace, best: Candidate) -> str:
   words += ["--remat", str(best.memory.remat), "--zero", str(args.zero)]
   words += ["--layers", args.layers] if args.layers else []
   words += ["--offload"] if args.offload else []
-  words += ["--pipeline", options.format_pipeline(best.pipeline)] if best.pipeline else []
+  if (found := best.pipeline) is not None:
+    parts = [found.axis, str(found.virtual_stages) if found.virtual_stages > 1 else "", found.order or ""]
+    words += ["--pipeline", ":".join(filter(None, parts))]
   words += ["--rules", options.format_rules(args.rules)] if args.rules else []
   words += ["--batch", str(args.batch)] if args.batch else []
   return shlex.join(words)

@@ -197,11 +197,17 @@ def train(
     return
   if result.stopped == "early":
     print(f"ended at step {started.at.step}: no lower eval_loss in {args.early_stop} evaluations")
-  print(f"held out at step {started.at.step}: {format_record(evaluation(result.metrics))}")
+  held_out = {name[5:]: x for name, x in result.metrics.items() if name.startswith("eval_")}
+  print(f"held out at step {started.at.step}: {format_record(held_out)}")
   if args.quiet:
     return
   earlier = f" (an earlier run's: {log.earlier})" if log.earlier else ""
-  print(f"metrics     {log.path}{earlier}\n{format_mfu(result)}")
+  mfu = (
+    f"{result.metrics['mfu']:.1%}"
+    if "mfu" in result.metrics
+    else "n/a (the peak of this device is not known)"
+  )
+  print(f"metrics     {log.path}{earlier}\nMFU         {mfu}")
   if args.profile is not None:
     print(f"profile     xprof {out / 'profile'}")
   none = "none; keep the model with --checkpoint DIR"
@@ -261,17 +267,6 @@ def describe(plan: nxp.Plan, step: int) -> str:
     f"{plan.num_parameters():,} parameters on mesh {options.format_sizes(axis_sizes(plan.mesh))},"
     f" {format_bytes(plan.bytes_per_device())} per device with the optimizer{start}"
   )
-
-
-def evaluation(metrics: Record) -> Record:
-  """The metrics of the evaluations, without their prefix."""
-  return {name.removeprefix("eval_"): x for name, x in metrics.items() if name.startswith("eval_")}
-
-
-def format_mfu(result: nxp.loop.FitResult) -> str:
-  """How much of the chip's peak the last steps used, in one line."""
-  mfu = result.metrics.get("mfu")
-  return f"MFU         {'n/a (the peak of this device is not known)' if mfu is None else f'{mfu:.1%}'}"
 
 
 def format_record(record: Record) -> str:

@@ -186,13 +186,19 @@ def run_slices(
   for group, program in zip(found.groups, programs, strict=True):
     for one in group:
       result, target = found.outputs[one.output].aval, shardings[one.output]
-      inputs = [jax.device_put(found.known[x], _layout(x.aval, result, target)) for x in one.inputs]
+      inputs = [_input(found.known[x], _layout(x.aval, result, target)) for x in one.inputs]
       array = made[one.output] = program(*inputs)
       under_way += array.nbytes
       if under_way > IN_FLIGHT:
         jax.block_until_ready(array)
         under_way = 0
   return made
+
+
+def _input(array: AnyArray, where: NamedSharding) -> jax.Array:
+  # jax refuses to move a committed array of one process to the devices of several processes.
+  across = isinstance(array, jax.Array) and not where.is_fully_addressable
+  return put(array, where) if across else jax.device_put(array, where)
 
 
 def _layout(aval: Aval, result: Aval, target: NamedSharding) -> NamedSharding:
@@ -208,7 +214,6 @@ def _layout(aval: Aval, result: Aval, target: NamedSharding) -> NamedSharding:
 def put(value: AnyArray, sharding: NamedSharding) -> jax.Array:
   """Places an array in its shards, in new buffers; of a numpy array only the local part is read."""
   if isinstance(value, jax.Array) and value.is_fully_addressable and not sharding.is_fully_addressable:
-    # jax refuses to move a committed array of one process to the devices of several processes.
     if is_key(value.dtype):
       numbers = put(np.asarray(jax.random.key_data(value)), sharding)
       return _keys(jax.random.key_impl(value), sharding)(numbers)

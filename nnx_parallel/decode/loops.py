@@ -26,8 +26,8 @@ class Asked(NamedTuple):
   keys: jax.Array
 
 
-class _Rows(NamedTuple):
-  """Where rows are, dim 0 of all arrays."""
+class _Texts(NamedTuple):
+  """What rows have written so far; dim 0 of all arrays is the rows."""
 
   token: jax.Array
   """The next tokens that they read."""
@@ -74,7 +74,7 @@ class Loop:
       found |= tokens == stop
     return found
 
-  def unfinished(self, rows: _Rows, step: jax.Array, last: jax.Array) -> jax.Array:
+  def unfinished(self, rows: _Texts, step: jax.Array, last: jax.Array) -> jax.Array:
     """Whether a row may still write. Whether all have ended takes an all-reduce for each token."""
     return ~jnp.all(rows.ended) if self.stops else step < last
 
@@ -175,17 +175,17 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> Ste
   )
 
 
-def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Rows:
+def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Texts:
   """Rows that have read so many tokens of their prompts."""
   batch = asked.prompts.shape[0]
   counts = loop.kept(jnp.zeros((batch,), jnp.int32))
   found = loop.kept(jnp.zeros((batch, loop.limit), jnp.int32))
-  return _Rows(loop.kept(_column(asked.prompts, position)), found, counts, counts != 0)
+  return _Texts(loop.kept(_column(asked.prompts, position)), found, counts, counts != 0)
 
 
 def _advanced(
-  loop: Loop, sampling: Sampling, asked: Asked, position: jax.Array, rows: _Rows, logits: jax.Array
-) -> _Rows:
+  loop: Loop, sampling: Sampling, asked: Asked, position: jax.Array, rows: _Texts, logits: jax.Array
+) -> _Texts:
   """Rows after a token at a position, whose logits these are."""
   drawn = loop.rows(jax.vmap(jax.random.fold_in)(asked.keys, rows.counts))
   chosen = loop.kept(sampling.choose(loop.logits(logits), drawn))
@@ -193,7 +193,7 @@ def _advanced(
   writes = ~reads & ~rows.ended
   here = writes[:, None] & (jnp.arange(loop.limit)[None] == rows.counts[:, None])
   counts = rows.counts + writes.astype(jnp.int32)
-  return _Rows(
+  return _Texts(
     token=loop.kept(jnp.where(reads, _column(asked.prompts, position + 1), chosen)),
     found=loop.kept(jnp.where(here, chosen[:, None], rows.found)),
     counts=counts,
@@ -201,7 +201,7 @@ def _advanced(
   )
 
 
-def _written(row: jax.Array, before: _Rows, after: _Rows) -> Written:
+def _written(row: jax.Array, before: _Texts, after: _Texts) -> Written:
   return Written(row, jnp.where(after.counts > before.counts, after.token, -1))
 
 
@@ -220,7 +220,7 @@ class _Slots(NamedTuple):
   """The prompt that a slot works on; the number of prompts, if no prompt is left."""
   position: jax.Array
   """Tokens that its cache has read."""
-  rows: _Rows
+  rows: _Texts
   state: PyTree
   done: Generated
   """The results of the requests that have ended."""
@@ -241,7 +241,7 @@ def by_slots(
   def of(request: jax.Array) -> Asked:
     return jax.tree.map(lambda x: x[jnp.minimum(request, requests - 1)], asked)
 
-  def begun(request: jax.Array) -> _Rows:
+  def begun(request: jax.Array) -> _Texts:
     rows = _begun(loop, of(request), jnp.zeros((), jnp.int32))
     return rows._replace(ended=request >= requests)
 

@@ -79,8 +79,7 @@ def check_concrete(name: str, value: Leaf) -> None:
 def _check_devices(plan: Plan) -> None:
   if isinstance(plan.mesh, AbstractMesh):
     raise ShardingError(
-      "a batch cannot be placed on an abstract mesh.",
-      fix="plan on real devices with make_mesh(...).",
+      "a batch cannot be placed on an abstract mesh.", fix="plan on real devices with make_mesh(...)."
     )
 
 

@@ -42,17 +42,13 @@ def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
     >>> type(arrays["kernel"]).__name__, arrays["kernel"].shape
     ('ndarray', (16, 8))
   """
-  held = jax.tree.map(_held, tree, is_leaf=_is_nnx)
+  held = jax.tree.map(_held, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.State, nnx.Variable)))
   arrays = jax.tree.map(_array_of, held)
   here = jax.device_get([x for x in jax.tree.leaves(arrays) if _is_here(x)])
   fetched = iter(here)
   if any(isinstance(x, jax.Array) and not _is_here(x) for x in jax.tree.leaves(arrays)):
     barrier("to_host", timeout=timeout)
   return jax.tree.map(lambda x: next(fetched) if _is_here(x) else _gathered(x), arrays)
-
-
-def _is_nnx(node: object) -> bool:
-  return isinstance(node, (nnx.Pytree, nnx.State, nnx.Variable))
 
 
 def _held(node: PyTree) -> PyTree:

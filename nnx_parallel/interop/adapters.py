@@ -173,7 +173,13 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
     True
   """
   weights, found = variables(base), variables(adapted)
-  pairs = {_weight(path): (path, (*path[:-1], _second(path))) for path in found if _is_first(path)}
+  pairs: dict[Path, tuple[Path, Path]] = {}  # weight -> its two factors
+  for path in found:
+    *place, name = path
+    if str(name).endswith("lora_a"):
+      # Those of `nnx.LoRA` are in a module beside the kernel, and those of Qwix beside it under its name.
+      weight = (*place[:-1], "kernel") if name == "lora_a" else (*place, str(name).removesuffix("_lora_a"))
+      pairs[weight] = path, (*place, str(name).removesuffix("a") + "b")
   if not pairs:
     raise CheckpointError(
       f"{type(adapted).__name__} has no adapter.",
@@ -208,18 +214,3 @@ def _merged(weight: AnyArray, a: AnyArray, b: AnyArray, scale: float) -> AnyArra
 
   # Not donated: a base may share its arrays with the model that was trained.
   return jax.jit(add)(weight, a, b)
-
-
-def _is_first(path: Path) -> bool:
-  return str(path[-1]).endswith("lora_a")
-
-
-def _second(path: Path) -> str:
-  return str(path[-1]).removesuffix("a") + "b"
-
-
-def _weight(path: Path) -> Path:
-  """The weight that a first factor adapts."""
-  if path[-1] == "lora_a":
-    return (*path[:-2], "kernel")
-  return (*path[:-1], str(path[-1]).removesuffix("_lora_a"))

@@ -126,11 +126,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def import_safetensors(
-  path: str | os.PathLike[str],
-  plan: Plan,
-  weight_map: WeightMap | None = None,
-  *,
-  skip: Iterable[str] = (),
+  path: str | os.PathLike[str], plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> Any:
   """Creates a model from safetensors files; each process reads its share of each array.
 
@@ -203,11 +199,7 @@ def export_safetensors(
 
 
 def dry_run_import(
-  path: str | os.PathLike[str],
-  plan: Plan,
-  weight_map: WeightMap | None = None,
-  *,
-  skip: Iterable[str] = (),
+  path: str | os.PathLike[str], plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> DryRun:
   """Shows what `import_safetensors` would do with the same arguments; it reads only the headers of the files.
 
@@ -444,8 +436,7 @@ def _open(file: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
   except ImportError as error:
     raise CheckpointError(
-      f"cannot read {file}: the package safetensors is not installed.",
-      fix="pip install safetensors",
+      f"cannot read {file}: the package safetensors is not installed.", fix="pip install safetensors"
     ) from error
   try:
     with safe_open(file, "numpy") as opened:

@@ -33,8 +33,7 @@ class EarlyStop:
   def __post_init__(self) -> None:
     if self.mode not in ("min", "max") or self.patience < 1 or self.min_delta < 0:
       raise TrainError(
-        f"{self} cannot stop a run.",
-        fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.',
+        f"{self} cannot stop a run.", fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.'
       )
 
   def update(self, record: AnyMetrics) -> bool:

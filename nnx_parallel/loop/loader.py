@@ -28,11 +28,7 @@ SIGNATURES = {
   "microbatches": "def microbatches() -> int",
 }
 # Positional arguments and keywords that commands pass to these functions; other functions take none.
-_CALLS: dict[str, Any] = {
-  "loss": (2, ()),
-  "batches": (1, ("split",)),
-  "tokens": (1, ()),
-}
+_CALLS: dict[str, Any] = {"loss": (2, ()), "batches": (1, ("split",)), "tokens": (1, ())}
 EMBEDDED = Path(__file__).parent.parent / "recipes"
 TRAINING = ("init", "optimizer", "loss", "batches")
 

@@ -38,9 +38,8 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.metrics import Record
-from nnx_parallel.loop.progress import StepProgress
+from nnx_parallel.loop.progress import StepClock, StepProgress
 from nnx_parallel.loop.sums import MetricSums, is_scalar
-from nnx_parallel.loop.timing import StepClock
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.train.losses import examples_in

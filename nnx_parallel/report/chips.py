@@ -110,12 +110,7 @@ class Chip:
 
 
 def _gpu(
-  name: str,
-  memory_mib: int,
-  bandwidth: float,
-  flops: Mapping[str, float],
-  nvlink: float,
-  net: float,
+  name: str, memory_mib: int, bandwidth: float, flops: Mapping[str, float], nvlink: float, net: float
 ) -> Chip:
   memory = memory_mib * _MIB
   usable = int(memory * _GPU_SHARE)

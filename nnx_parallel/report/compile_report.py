@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, explicit_axes, no_mesh
-from nnx_parallel.core.nodes import Path, path_str, variables
+from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.core.text import Paged, text_of
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.create.instantiate import instantiate
@@ -270,7 +270,8 @@ def compile_report(
   # Nothing can run on an absent machine: this mesh is only for the trace.
   with no_mesh(), default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
-  names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
+  paths = enumerate(variables(objects))
+  names = {f"arrays[{n}]": f"{'optimizer/' * (path[0] == 1)}{path_str(path[1:])}" for n, path in paths}
   if isinstance(step, Generator):
     names = step.argument_names(*objects)
   given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
@@ -321,12 +322,6 @@ def _placed(plan: Plan, text: str | None) -> Plan:
   mesh = topology_mesh(text, explicit=explicit_axes(plan.mesh), **axis_sizes(plan.mesh))
   leaves = tuple(dataclasses.replace(leaf, mesh=mesh) for leaf in plan.leaves)
   return dataclasses.replace(plan, mesh=mesh, leaves=leaves)
-
-
-def _plan_name(path: Path) -> str:
-  """Plan name of a Variable of the pair (model, optimizer)."""
-  inner = path_str(path[1:])
-  return inner if path[0] == 0 else f"optimizer/{inner}"
 
 
 def report_of(

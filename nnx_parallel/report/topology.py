@@ -214,9 +214,7 @@ def _tpu(named: Machine) -> list[Any]:
 def _gpu(named: Machine) -> list[Any]:
   with _variables({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):  # the plugin loads on a machine without a driver
     found = topologies.get_topology_desc(
-      platform="cuda",
-      target_config=target_text(named.chip),
-      topology=f"{named.size[0]}x1x{named.size[1]}",
+      platform="cuda", target_config=target_text(named.chip), topology=f"{named.size[0]}x1x{named.size[1]}"
     )
   return list(found.devices)
 

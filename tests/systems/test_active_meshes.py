@@ -315,7 +315,7 @@ CALLS = {
   "Job": job,
   "send": send,
   "map_shards": map_shards,
-  "hosts": lambda on: [nxp.hosts.broadcast(on.batch), nxp.hosts.to_host(on.model)],
+  "hosts": lambda on: nxp.hosts.to_host(on.model),
   "export_program": exported,
   "safetensors": safetensors,
   "linen": linen,

@@ -25,11 +25,7 @@ DECODERS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma3_te
 
 
 def from_config(
-  folder: str | os.PathLike[str],
-  rngs: nnx.Rngs,
-  *,
-  param_dtype: str = "float32",
-  ignore: Sequence[str] = (),
+  folder: str | os.PathLike[str], rngs: nnx.Rngs, *, param_dtype: str = "float32", ignore: Sequence[str] = ()
 ) -> nnx.Module:
   """Makes the module that a folder's `config.json` describes, with random weights.
 

@@ -111,12 +111,7 @@ def totals(items: Iterable[Collective], key: Callable[[Collective], Any]) -> dic
 
 
 def _describe(
-  program: hlo.Program,
-  run: hlo.Executed,
-  kind: str,
-  finder: AxisFinder,
-  slices: Labels,
-  origins: Origins,
+  program: hlo.Program, run: hlo.Executed, kind: str, finder: AxisFinder, slices: Labels, origins: Origins
 ) -> Collective:
   instruction = run.instruction
   programs = finder.devices // program.partitions if program.partitions > 1 else 1
@@ -127,6 +122,7 @@ def _describe(
   # Fusions of a TPU program that are reduce-scatters: an all-reduce, then a slice of its result.
   if kind == "all-reduce" and run.computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
+  groups, _ = np.unique(np.stack([labels, slices]), axis=1)  # each group once in each slice that it spans
   shapes = _payload(instruction, kind, group_size)
   made = origins.made(instruction, run.caller)
   return Collective(
@@ -142,14 +138,8 @@ def _describe(
     source=origins.source(made) if made else "",
     parameters=origins.of(instruction) if kind in _CARRIES else (),
     name=instruction.name,
-    slices=_spanned(labels, slices),
+    slices=int(np.unique(groups, return_counts=True)[1].max()),
   )
-
-
-def _spanned(labels: Labels, slices: Labels) -> int:
-  """The largest number of slices that one group spans."""
-  groups, _ = np.unique(np.stack([labels, slices]), axis=1)
-  return int(np.unique(groups, return_counts=True)[1].max())
 
 
 def _groups(instruction: hlo.Instruction, devices: int, programs: int) -> tuple[Labels, int]:

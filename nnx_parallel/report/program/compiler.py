@@ -91,11 +91,7 @@ class Compiled:
 def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
   """Compiles a lowered program; a `ReportError` if that failed for another reason than memory."""
   with tempfile.TemporaryDirectory() as folder:
-    options = {
-      "xla_dump_to": folder,
-      "xla_dump_hlo_pass_re": "spmd.*",
-      "xla_dump_hlo_as_text": True,
-    }
+    options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*", "xla_dump_hlo_as_text": True}
     start = time.perf_counter()
     compiled, short = None, None
     with _standard_error() as log, _no_cache():
