@@ -135,7 +135,7 @@ class Run:
     file, restarts, reported = self.folder.parent / "trouble", self.restarts, self.reported
     if kind == "a second job":
       command = [sys.executable, *self.job.command[1:]]
-      alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+      alone = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
       second = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=300)
       if restarts == self.restarts and (
         "another job is writing there" not in second.stderr or "step " in second.stdout
