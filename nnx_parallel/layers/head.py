@@ -39,7 +39,6 @@ from nnx_parallel.core.types import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program,
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention.find import is_opened
 from nnx_parallel.layers.attention.softmaxes import Softmaxes, named_dims
-from nnx_parallel.layers.cuts import with_cut_weights
 from nnx_parallel.layers.row_statistics import (
   COLUMNS,
   EXPONENTIALS,
@@ -75,7 +74,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
 
   Raises a `TrainError` if the loss has no head, or operations on its logits cannot be computed in chunks.
   """
-  flat: ClosedJaxpr = with_cut_weights(flattened(jaxpr, _is_opened))
+  flat: ClosedJaxpr = flattened(jaxpr, _is_opened)
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -90,7 +89,10 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
       f"loss_chunks={chunks} cannot be honoured: {problem} needs all columns of the logits at once.",
       details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
       " maxima, minima, argmax, top_k, take_along_axis, and logits[arange, labels]",
-      fix="take such values of the logits out of the loss; or leave loss_chunks out.",
+      fix="jnp.where(jnp.arange(columns) < size, logits, -jnp.inf), which hides columns of padding; or leave"
+      " loss_chunks out."
+      if problem.eqn.primitive.name == "slice"
+      else "take such values of the logits out of the loss; or leave loss_chunks out.",
     ) from None
   count = -(-whole // grid.blocks[COLUMNS])
   line = f"the head and the loss of each token in {count} chunks of the {length} columns"
