@@ -383,12 +383,11 @@ class _Rewriting:
     dim = x.dim
     if isinstance(other, _Logits) or met.free[1 - side] or tuple(met.summed[side]) != (dim,):
       raise Untiled(eqn)
-    place = {(*met.shared[1 - side], *met.summed[1 - side])[n]: d
-             for n, d in enumerate((*met.shared[side], *met.summed[side]))}  # fmt: skip
-    other = _array(other)
-    order = sorted(place, key=place.__getitem__)
-    sizes = [aval.shape[d] if d in place.values() else 1 for d in range(aval.ndim)]
-    other = other.transpose(order).reshape(sizes).astype(aval.dtype)
+    # `other` with the dims of the logits: those that it does not have get size 1.
+    own, others = ([*met.shared[n], *met.summed[n]] for n in (side, 1 - side))
+    order = [d for _, d in sorted(zip(own, others, strict=True))]
+    sizes = [size if d in own else 1 for d, size in enumerate(aval.shape)]
+    other = _array(other).transpose(order).reshape(sizes).astype(aval.dtype)
     if x.is_exponential:
       x = _Logits(x.value(aval), x.labels)
     found = self._total(x.change(lambda x: x * other, other), aval)
@@ -445,10 +444,7 @@ class _Rewriting:
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
       after = dependents(body, {*made})
-      ahead: list[JaxprEqn] = []
-      rest: list[JaxprEqn] = []
-      for eqn in body.eqns:
-        if eqn not in now:
-          (rest if any(among(var, after) for var in eqn.invars) else ahead).append(eqn)
-      body = body.replace(eqns=[*ahead, new, *rest])
+      late = {id(new): 1} | {id(eqn): 2 for eqn in body.eqns if any(among(var, after) for var in eqn.invars)}
+      eqns = [new, *(eqn for eqn in body.eqns if eqn not in now)]
+      body = body.replace(eqns=sorted(eqns, key=lambda eqn: late.get(id(eqn), 0)))  # else in their order
     return body
