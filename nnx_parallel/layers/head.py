@@ -39,7 +39,6 @@ from nnx_parallel.core.types import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program,
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention.find import is_opened
 from nnx_parallel.layers.attention.softmaxes import Softmaxes, named_dims
-from nnx_parallel.layers.cuts import with_cut_weights
 from nnx_parallel.layers.row_statistics import (
   COLUMNS,
   EXPONENTIALS,
@@ -75,7 +74,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
 
   Raises a `TrainError` if the loss has no head, or operations on its logits cannot be computed in chunks.
   """
-  flat: ClosedJaxpr = with_cut_weights(flattened(jaxpr, _is_opened))
+  flat: ClosedJaxpr = flattened(jaxpr, _is_opened)
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -90,7 +89,10 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
       f"loss_chunks={chunks} cannot be honoured: {problem} needs all columns of the logits at once.",
       details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
       " maxima, minima, argmax, top_k, take_along_axis, and logits[arange, labels]",
-      fix="take such values of the logits out of the loss; or leave loss_chunks out.",
+      fix="jnp.where(jnp.arange(columns) < size, logits, -jnp.inf), which hides columns of padding; or leave"
+      " loss_chunks out."
+      if problem.eqn.primitive.name == "slice"
+      else "take such values of the logits out of the loss; or leave loss_chunks out.",
     ) from None
   count = -(-whole // grid.blocks[COLUMNS])
   line = f"the head and the loss of each token in {count} chunks of the {length} columns"
@@ -381,12 +383,11 @@ class _Rewriting:
     dim = x.dim
     if isinstance(other, _Logits) or met.free[1 - side] or tuple(met.summed[side]) != (dim,):
       raise Untiled(eqn)
-    place = {(*met.shared[1 - side], *met.summed[1 - side])[n]: d
-             for n, d in enumerate((*met.shared[side], *met.summed[side]))}  # fmt: skip
-    other = _array(other)
-    order = sorted(place, key=place.__getitem__)
-    sizes = [aval.shape[d] if d in place.values() else 1 for d in range(aval.ndim)]
-    other = other.transpose(order).reshape(sizes).astype(aval.dtype)
+    # `other` with the dims of the logits: those that it does not have get size 1.
+    own, others = ([*met.shared[n], *met.summed[n]] for n in (side, 1 - side))
+    order = [d for _, d in sorted(zip(own, others, strict=True))]
+    sizes = [size if d in own else 1 for d, size in enumerate(aval.shape)]
+    other = _array(other).transpose(order).reshape(sizes).astype(aval.dtype)
     if x.is_exponential:
       x = _Logits(x.value(aval), x.labels)
     found = self._total(x.change(lambda x: x * other, other), aval)
@@ -443,10 +444,7 @@ class _Rewriting:
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
       after = dependents(body, {*made})
-      ahead: list[JaxprEqn] = []
-      rest: list[JaxprEqn] = []
-      for eqn in body.eqns:
-        if eqn not in now:
-          (rest if any(among(var, after) for var in eqn.invars) else ahead).append(eqn)
-      body = body.replace(eqns=[*ahead, new, *rest])
+      late = {id(new): 1} | {id(eqn): 2 for eqn in body.eqns if any(among(var, after) for var in eqn.invars)}
+      eqns = [new, *(eqn for eqn in body.eqns if eqn not in now)]
+      body = body.replace(eqns=sorted(eqns, key=lambda eqn: late.get(id(eqn), 0)))  # else in their order
     return body

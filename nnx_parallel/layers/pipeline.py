@@ -258,7 +258,7 @@ class PipelineLoop:
     compute = self.by_stage(jax.checkpoint(self.chunk, prevent_cse=False))
     read, write = self.by_stage(at), self.by_stage(put)
     shared, gathered = self.for_each_stage((shared, gathered))
-    rows, active = swapped((rows, active))
+    rows, active, state = swapped((rows, active, state))  # the dim of stages first
 
     def step(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
       belt, state, outputs = carry
@@ -266,11 +266,11 @@ class PipelineLoop:
       def run(
         given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
       ) -> tuple[PyTree, PyTree]:
-        before = read(swapped(state), repeat)
+        before = read(state, repeat)
         result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
         # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
         changed = jax.lax.stop_gradient(self._where(works, changed, before))
-        return result, (swapped(write(swapped(state), repeat, changed)), made)
+        return result, (write(state, repeat, changed), made)
 
       group = t // (plan.stages * plan.virtual_stages)
       entering = at(inputs, jnp.minimum(group, plan.groups - 1))
@@ -283,7 +283,7 @@ class PipelineLoop:
     outputs = self._moved(put(outputs, plan.groups, self._moved(belt.line, -1)), 1, 1)
     early, late = (jax.tree.map(lambda x, n=n: x[n : n + plan.groups], outputs) for n in (0, 1))
     found = swapped(self._where(stages == 0, swapped(early), swapped(late)))
-    return found, state, self._of(made)
+    return found, swapped(state), self._of(made)
 
   def tick(
     self,

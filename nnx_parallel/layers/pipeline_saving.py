@@ -4,7 +4,9 @@ A tick backward of `pipeline_1f1b` computes a chunk again from its saved inputs.
 and of its backward pass is cut in two: the operations that do not read gradients run in the tick forward, and
 the others in the tick backward. Values of weights alone are not saved: both ticks compute them. Where a
 forward pass, the gradients of inputs and those of weights take equal times, a chunk takes 3 of these times,
-not 4; in return, each stage saves the activations of three groups of microbatches.
+not 4; in return, each stage saves the activations of three groups of microbatches. An example: of a layer
+`y = tanh(x @ w)` and its gradients `h = g * (1 - y**2)`, `h @ w.T`, `x.T @ h`, the tick forward computes y
+and `1 - y**2`, and saves x and `1 - y**2`; the three operations that read g run in the tick backward.
 """
 
 from __future__ import annotations

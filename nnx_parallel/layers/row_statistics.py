@@ -2,6 +2,9 @@
 
 A statistic is one number, or a few, per row: a sum, a sum of exponentials, a maximum, the best columns. The
 statistics of the chunks combine to that of all columns. The columns are the last dim, and stay, with size 1.
+An example: chunks [1, 2] and [5, 4] have the maxima and sums of exponentials (2, 1.37) and (5, 1.37), and
+together (5, 1.37 * exp(2 - 5) + 1.37). Backward, each chunk is computed again; its part of the sum is
+`exp(chunk - 5).sum()`, and the gradients of these parts are the softmax. The maximum needs no gradient.
 """
 
 from __future__ import annotations

@@ -8,7 +8,11 @@ A run of marked calls is a chain if each input of a call is one of
 
 A unit is one call, or a few calls where kinds alternate: (local, local, global) has a period of 3. Units pass
 activations on; two towers side by side do not. A chain becomes one scan, whose program does not grow with
-depth, or the stages of a pipeline. Rows are stacked.
+depth, or the stages of a pipeline. Rows are stacked. An example: of `for b in blocks: x = b(x, mask)`, x is
+carried, the mask is the same, and the weights of the blocks are a row:
+
+  x = b0(x, mask); x = b1(x, mask)   ->   scan(lambda x, w: body(x, w, mask), x, stack(w0, w1))
+
 Consecutive scans of one body are also one stack of layers, for a pipeline.
 Weights that a layer only reads after a cast are cast first. Operations between the calls that do not depend
 on the chain are evaluated before the chain.

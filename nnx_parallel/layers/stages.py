@@ -5,7 +5,9 @@ The loss is traced for one microbatch. Its layers (`layers/stacks.py`) become a 
 - *fixed*: they depend on neither the batch nor the layers, and are computed once;
 - *before*: they depend on the batch (the embedding);
 - *after*: they depend on the layers (the head and the loss).
-Operations before and after are computed for one microbatch of each stage at a time, on its stage.
+Operations before and after are computed for one microbatch of each stage at a time, on its stage. An example:
+of `loss(norm(blocks(embed(tokens))) @ head.astype(bfloat16), labels)`, the cast of the head is fixed, the
+embedding is before, the blocks are the pipeline, and the norm, the product and the loss are after.
 
 The values equal the values of sequential microbatches: each microbatch in turn changes a Variable of a layer
 (batch statistics), and a Variable that does not depend on the batch (the count of a random stream) is counted

@@ -178,15 +178,7 @@ class ContextAttention:
     around = surroundings(query)
     mesh = around.mesh
     sizes = {} if mesh is None else axis_sizes(mesh)
-    for option, name in self.axes.items():
-      if sizes and name not in sizes:
-        other = next((axis for axis in sizes if axis not in self.axes.values()), None)
-        raise SchemeError(
-          f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
-          details=f"mesh {sizes}",
-          fix=f"nxp.make_mesh(..., {name}=2)"
-          + ("." if other is None else f", or context_attention({option}={other!r})."),
-        )
+    self._check_axes(sizes)
     check_not_mapped("the positions", [*self.axes.values()], around.manual | around.mapped)
     sequence = _Sequence(
       dataclasses.replace(self, causal=self.causal or is_causal),
@@ -210,6 +202,17 @@ class ContextAttention:
   def axes(self) -> dict[str, str]:
     """The mesh axes that shard the positions outside the attention, major to minor, by their options."""
     return {"axis": self.axis} | ({} if self.heads_axis is None else {"heads_axis": self.heads_axis})
+
+  def _check_axes(self, sizes: Mapping[str, int]) -> None:
+    for option, name in self.axes.items():
+      if sizes and name not in sizes:
+        other = next((axis for axis in sizes if axis not in self.axes.values()), None)
+        raise SchemeError(
+          f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
+          details=f"mesh {sizes}",
+          fix=f"nxp.make_mesh(..., {name}=2)"
+          + ("." if other is None else f", or context_attention({option}={other!r})."),
+        )
 
   def tiles(
     self,
