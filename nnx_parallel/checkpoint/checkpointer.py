@@ -35,6 +35,7 @@ from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
 from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
 from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.targets import Only, Remap
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.types import PyTree
@@ -92,6 +93,7 @@ class Checkpointer:
     [0. 1. 2. 3.] 3
   """
 
+  @check_arguments(CheckpointError)
   def __init__(
     self,
     directory: str | os.PathLike[str],
@@ -128,6 +130,7 @@ class Checkpointer:
 
   # Saving.
 
+  @check_arguments(CheckpointError)
   def save(
     self,
     step: int,
@@ -226,6 +229,7 @@ class Checkpointer:
       if self._let_go is not None:
         self._let_go()
 
+  @check_arguments(CheckpointError)
   def prepare(self, model: object = None, optimizer: object = None, *, only: Only | None = None) -> list[int]:
     """Finds out before a run what its saves would find out. `fit` calls it.
 
@@ -294,6 +298,7 @@ class Checkpointer:
     """The step with the best metric, or None if no step has the metric."""
     return multihost.decided(self._catalog.best)
 
+  @check_arguments(CheckpointError)
   def metadata(self, step: int | str | None = None) -> Manifest:
     """The contents of a step, without reading its arrays.
 
@@ -313,6 +318,7 @@ class Checkpointer:
 
   # Restoring.
 
+  @check_arguments(CheckpointError)
   def diff(
     self,
     target: object,
@@ -383,6 +389,7 @@ class Checkpointer:
     as_numpy: bool = False,
   ) -> Any: ...
 
+  @check_arguments(CheckpointError)
   def restore(
     self,
     target: object = None,
@@ -454,6 +461,7 @@ class Checkpointer:
         self._resumed = self._restored_step
       return found
 
+  @check_arguments(CheckpointError)
   def restore_extra(
     self, name: str, target: object = None, step: int | str | None = None, *, as_numpy: bool = False
   ) -> Any:
@@ -500,6 +508,7 @@ class Checkpointer:
       with self._there(record.step):
         return self._fill(lambda: record, fill)[1]
 
+  @check_arguments(CheckpointError)
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Checks every value and file of a step. A folder without its manifest is a step too.
 

@@ -1,4 +1,4 @@
-"""Refuses arguments of public functions that are not what their annotations say, before anything else runs."""
+"""Refuses arguments of public functions that are not what their annotations say, before anything runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import functools
 import inspect
 import io
 import numbers
+import os
 import re
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,15 @@ from nnx_parallel.errors import NnxParallelError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def checked(error: type[NnxParallelError], /, **least: int) -> Callable[[F], F]:
+def check_arguments(error: type[NnxParallelError], /, **limits: int | range) -> Callable[[F], F]:
   """Makes a function, or the constructor of a class, raise `error` for arguments of other types.
 
-  `least` has the smallest numbers that arguments may be. What an annotation does not say, and types of
-  other libraries that only behave like a class, the function still has to look at.
+  `limits` has the smallest numbers that arguments may be, or the range of them. Numbers of NumPy become
+  Python's. What no annotation says, such as shapes and keys of dicts, the function still has to look at.
 
   Example:
     >>> from nnx_parallel.errors import TrainError
-    >>> @checked(TrainError, count=1)
+    >>> @check_arguments(TrainError, count=1)
     ... def repeat(text: str, count: int = 1) -> str:
     ...   '''Repeats.
     ...
@@ -52,32 +53,42 @@ def checked(error: type[NnxParallelError], /, **least: int) -> Callable[[F], F]:
   def decorate(function: Any) -> Any:
     if inspect.isclass(function):
       made: Any = function
-      made.__init__ = _wrapped(made.__init__, function, error, least)
+      made.__init__ = _wrapped(made.__init__, error, limits)
       return made
-    return _wrapped(function, function, error, least)
+    return _wrapped(function, error, limits)
 
   return decorate
 
 
-def _wrapped(function: Any, documented: Any, error: type[NnxParallelError], least: Mapping[str, int]) -> Any:
+def _wrapped(function: Any, error: type[NnxParallelError], limits: Mapping[str, int | range]) -> Any:
   parameters = functools.cache(lambda: _parameters(function))
 
   @functools.wraps(function)
   def wrapper(*args: Any, **keywords: Any) -> Any:
     signature, kinds = parameters()
     try:
-      given = signature.bind(*args, **keywords).arguments
+      bound = signature.bind(*args, **keywords)
     except TypeError:  # Python says it best
       return function(*args, **keywords)
-    for name, value in given.items():
-      kind = kinds.get(name, Any)
-      several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-      for x in value if several else (value,):
-        if not fits(x, kind) or (name in least and isinstance(x, numbers.Real) and not x >= least[name]):
-          raise _refusal(documented, error, signature.parameters[name], x, least.get(name))
-    return function(*args, **keywords)
+    for name, kind in kinds.items():
+      if name not in bound.arguments:
+        continue
+      value, parameter = bound.arguments[name], signature.parameters[name]
+      for x in value if parameter.kind is parameter.VAR_POSITIONAL else (value,):
+        if not fits(x, kind) or not _is_within(x, limits.get(name)):
+          documented: Any = type(args[0]) if function.__name__ == "__init__" else function
+          raise _refusal(documented, error, parameter, x, limits.get(name))
+      if isinstance(value, np.generic) and kind is not Any:
+        bound.arguments[name] = value.item()
+    return function(*bound.args, **bound.kwargs)
 
   return wrapper
+
+
+def _is_within(x: object, limit: int | range | None) -> bool:
+  if limit is None or not isinstance(x, int | float | np.number):
+    return True
+  return int(x) in limit if isinstance(limit, range) else x >= limit
 
 
 def _parameters(function: Any) -> tuple[inspect.Signature, dict[str, Any]]:
@@ -85,54 +96,115 @@ def _parameters(function: Any) -> tuple[inspect.Signature, dict[str, Any]]:
   inner, signature = inspect.unwrap(function), inspect.signature(function)
   kinds: dict[str, Any] = {}
   for name, parameter in signature.parameters.items():
-    if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+    if inspect.Parameter.empty is not parameter.annotation and parameter.kind is not parameter.VAR_KEYWORD:
       kinds[name] = _evaluated(parameter.annotation, inner.__globals__)
   return signature, kinds
 
 
-def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
-  text = annotation if isinstance(annotation, str) else ""
-  if "DTypeLike" in text:
-    return DTYPE if "None" not in text else DTYPE | None
+class _Named(NamedTuple):
+  """A type whose annotation says less than it means."""
+
+  fits: Callable[[Any], bool]
+
+
+def is_dtype(value: Any) -> bool:
+  """Whether a value names a dtype."""
+  if value is None or (not isinstance(value, str | type | np.dtype) and not hasattr(value, "dtype")):
+    return False
   try:
-    return eval(text, names) if text else annotation
-  except (NameError, TypeError):  # only a type checker imports it
-    return Any
+    return not isinstance(value, jax.Array | np.ndarray | np.generic) and bool(jnp.dtype(value))
+  except TypeError:
+    return False
 
 
-class DTYPE:
-  """Stands for what names a dtype."""
+def _is_filter(value: Any) -> bool:
+  if isinstance(value, set | frozenset):
+    return all(isinstance(x, str) for x in cast("set[Any]", value))
+  try:
+    return bool(nnx.filterlib.to_predicate(value))
+  except (TypeError, ValueError):
+    return False
+
+
+def _is_model(value: Any) -> bool:
+  items = (
+    [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple | list) else [value]
+  )
+  return bool(items) and all(isinstance(x, nnx.Pytree) for x in items)
+
+
+def _is_path(value: Any) -> bool:
+  return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
+
+def _is_array(value: Any) -> bool:
+  if isinstance(value, numbers.Number):
+    return True
+  dtype = getattr(value, "dtype", None)
+  return hasattr(value, "shape") and dtype is not None and getattr(dtype, "kind", "V") not in "OSUMm"
+
+
+_NAMED = {
+  "AnyArray": _Named(_is_array),
+  "DTypeLike": _Named(is_dtype),
+  "Model": _Named(_is_model),
+  "Only": _Named(_is_filter),
+  "Optimizers": _Named(_is_model),
+  "nnx.filterlib.Filter": _Named(_is_filter),
+  "os.PathLike[str]": _Named(_is_path),
+}
+
+
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+  """The type that an annotation means: of several, a tuple; `Any` if only a type checker knows it."""
+  if not isinstance(annotation, str):
+    return annotation
+  kinds: list[Any] = []
+  for text in re.split(r" \| (?![^\[]*\])", annotation):
+    try:
+      kind = _NAMED.get(text) or eval(text, names)
+    except (NameError, TypeError, AttributeError):
+      kind = Any
+    kinds.append(Any if isinstance(kind, str) else kind)
+  if _NAMED["os.PathLike[str]"] in kinds:
+    kinds = [kind for kind in kinds if kind is not str]
+  return kinds[0] if len(kinds) == 1 else tuple(kinds)
 
 
 def fits(value: object, kind: Any) -> bool:
-  """Whether a value is what an annotation says, as far as that can be told.
+  """Whether a value is what an annotation says, as far as that can be told; of a tuple, one of them.
 
   Example:
     >>> from collections.abc import Sequence
-    >>> fits(3, int | None), fits(True, int), fits("ab", Sequence[str]), fits(["ab"], Sequence[str])
+    >>> fits(3, (int, None)), fits(True, int), fits("ab", Sequence[str]), fits(["ab"], Sequence[str])
     (True, False, False, True)
   """
+  if isinstance(kind, _Named):
+    return kind.fits(value)
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if kind is None or kind is types.NoneType:
     return value is None
-  if origin in (typing.Union, types.UnionType):
-    return any(fits(value, one) for one in args)
+  if isinstance(kind, tuple) or origin in (typing.Union, types.UnionType):
+    return any(fits(value, one) for one in (kind if isinstance(kind, tuple) else args))
   if origin is Literal:
     return is_one_of(value, args)
-  if kind is DTYPE:
-    return _is_dtype(value)
   own = origin if inspect.isclass(origin) else kind
-  if not inspect.isclass(own) or own is object or getattr(own, "_is_protocol", False):
+  if own in (Any, object) or not inspect.isclass(own):
     return True
+  if getattr(own, "_is_protocol", False):
+    return all(hasattr(value, name) for name in vars(own) if not name.startswith("_"))
   if own in _NUMBERS:
+    if own is float and isinstance(value, jax.Array):
+      return not value.ndim
     return isinstance(value, _NUMBERS[own]) and (own is bool or not isinstance(value, bool | np.bool_))
   if own in (jax.Array, np.ndarray):
-    return hasattr(value, "shape") and getattr(getattr(value, "dtype", None), "kind", "V") not in "OSUMm"
+    return hasattr(value, "shape") and _is_array(value)
   if own is nnx.Module:
     return isinstance(value, nnx.Pytree)
   if not isinstance(value, own):
     return False
-  if own is not str and isinstance(value, str | bytes | io.IOBase) and issubclass(own, collections.abc.Iterable):
+  several = issubclass(own, collections.abc.Iterable) and own is not str
+  if several and isinstance(value, str | bytes | io.IOBase):
     return False
   return _items_fit(value, own, args)
 
@@ -148,30 +220,55 @@ def _items_fit(value: Any, own: Any, args: tuple[Any, ...]) -> bool:
     same = len(args) == 2 and args[1] is ...
     kinds = args[:1] * len(value) if same else args
     return not args or (len(kinds) == len(value) and all(map(fits, value, kinds)))
-  listed = isinstance(value, list | tuple | set | frozenset | np.ndarray)
+  listed = isinstance(value, list | tuple | set | frozenset | dict | np.ndarray | jax.Array)
   if listed and len(args) == 1 and issubclass(own, collections.abc.Iterable) and args[0] is not Any:
     return all(fits(x, args[0]) for x in value)
   return True
 
 
-def _is_dtype(value: Any) -> bool:
-  try:
-    return value is not None and not isinstance(value, jax.Array | np.ndarray) and jnp.dtype(value) is not None
-  except TypeError:
-    return False
+def no_array(name: str, tree: Any) -> tuple[str, str] | None:
+  """What the first leaf of a tree is that no program can take, and its value; None if there is none."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    dtype = getattr(leaf, "dtype", None)
+    label = f"{name}{jax.tree_util.keystr(path)}"
+    if isinstance(leaf, int) and not jax.config.jax_enable_x64 and not -(2**31) <= leaf < 2**31:
+      return f"{label} is a number beyond int32", reprlib.repr(leaf)
+    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
+      continue
+    if not hasattr(leaf, "shape") or dtype is None or getattr(dtype, "kind", "V") in "OSUMm":
+      kind = with_article(type(leaf).__name__) + ("" if dtype is None else f" of {dtype}")
+      return f"{label} is {kind}", reprlib.repr(leaf)
+  return None
+
+
+def check_arrays(error: type[NnxParallelError], name: str, tree: Any) -> None:
+  """Refuses a tree with leaves that no program can take: texts, objects, numbers beyond int32."""
+  if found := no_array(name, tree):
+    raise error(
+      f"{found[0]}, which no program can take.",
+      details=f"value {found[1]}",
+      fix="arrays of numbers only; keep names and texts outside of them.",
+    )
 
 
 def _refusal(
-  function: Any, error: type[NnxParallelError], parameter: inspect.Parameter, value: object, least: int | None
+  function: Any,
+  error: type[NnxParallelError],
+  parameter: inspect.Parameter,
+  value: object,
+  limit: int | range | None,
 ) -> NnxParallelError:
   name, annotation = parameter.name, parameter.annotation
   said = f"{annotation if isinstance(annotation, str) else getattr(annotation, '__name__', annotation)}"
-  limit = "" if least is None else f", at least {least}"
-  kind = "" if value is None or isinstance(value, (bool, int, float)) else f" ({with_article(type(value).__name__)})"
-  told = re.search(rf"^ +\*?{name}: (.+?)(?:\.\s|;|:|\n\n|\n +\*{{0,2}}\w+: )", f"{inspect.getdoc(function)}\n\n", re.M | re.S)
+  bounds = f"{limit[0]} to {limit[-1]}" if isinstance(limit, range) else f"at least {limit}"
+  said += "" if limit is None else f", {bounds}"
+  plain = value is None or isinstance(value, bool | int | float)
+  kind = "" if plain else f" ({with_article(type(value).__name__)})"
+  end = r"(?:\.\s|;|:|\n\n|\n +\*{0,2}\w+: )"
+  told = re.search(rf"^ +\*?{name}: (.+?){end}", f"{inspect.getdoc(function)}\n\n", re.MULTILINE | re.DOTALL)
   fix = " ".join(told[1].split()).rstrip(".") + "." if told else f"see help({function.__qualname__})."
   return error(
     f"{function.__qualname__} got {name}={reprlib.repr(value)}{kind}.",
-    details=f"{name}: {said}{limit}",
+    details=f"{name}: {said}",
     fix=f"{name}: {fix}",
   )

@@ -7,15 +7,17 @@ from typing import Any
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.core.types import AnyArray, Leaf
-from nnx_parallel.errors import LayoutMismatchError
+from nnx_parallel.errors import LayoutMismatchError, PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan
 
 
+@check_arguments(PlanError)
 def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
   """Raises an error unless a live module and its optimizer have the planned layout.
 

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, key_implementation, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
@@ -30,6 +31,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 R = TypeVar("R")
 
 
+@check_arguments(PlanError)
 def reshard(
   model: nnx.Module,
   plan: Plan[R],
@@ -85,6 +87,7 @@ def reshard(
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget, shapes=shapes))
 
 
+@check_arguments(PlanError)
 def from_arrays(
   arrays: Mapping[Any, AnyArray], plan: Plan[R], *, optimizer: Mapping[Any, AnyArray] | None = None
 ) -> R:

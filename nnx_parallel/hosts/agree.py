@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.processes import Exchange, wait_for_all
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
@@ -35,6 +36,7 @@ def main_process() -> bool:
   return jax.process_index() == 0
 
 
+@check_arguments(HostError)
 def barrier(name: str, *, timeout: float = 300) -> None:
   """Waits until all processes have called `barrier` with the same name the same number of times.
 
@@ -58,6 +60,7 @@ def barrier(name: str, *, timeout: float = 300) -> None:
   wait_for_all(name, timeout)
 
 
+@check_arguments(HostError)
 @no_mesh()
 def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree:
   """Sends the value of one process to all processes. All processes must call it.
@@ -115,6 +118,7 @@ def _on_host(leaf: Leaf) -> AnyArray:
   return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
+@check_arguments(HostError)
 def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> bool:
   """Calls a function on one process of each host. All processes wait until all hosts are done.
 

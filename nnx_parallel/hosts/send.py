@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar, overload
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import array_leaves, path_str
 from nnx_parallel.core.shards import describe
@@ -15,7 +16,7 @@ from nnx_parallel.core.text import listed
 from nnx_parallel.core.types import AnyArray, PyTree, Variable
 from nnx_parallel.create.reshard import resized
 from nnx_parallel.create.slicing.assemble import put
-from nnx_parallel.errors import ShardingError
+from nnx_parallel.errors import HostError, ShardingError
 from nnx_parallel.hosts.data import check_concrete, shard_batch
 from nnx_parallel.layout.plan import Plan
 
@@ -40,6 +41,7 @@ class Sent(NamedTuple, Generic[T]):
 def send(source: nnx.Module, to: M) -> Sent[M]: ...
 @overload
 def send(source: PyTree, to: Plan) -> Sent[PyTree]: ...
+@check_arguments(HostError)
 def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
   """Sends arrays, or the values of a module, to the devices of another mesh.
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint.diff import Patterns
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.shards import pinned
@@ -26,6 +27,7 @@ LINEAR = (nnx.Linear, nnx.LinearGeneral)
 _first_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
+@check_arguments(CheckpointError)
 def add_lora(
   model: nnx.Module,
   targets: str | Iterable[str],
@@ -72,6 +74,8 @@ def add_lora(
   """
   if rank < 1:
     raise CheckpointError(f"rank={rank} is not a rank of an adapter.", fix="rank=8")
+  if not jnp.issubdtype(param_dtype, jnp.floating):
+    raise CheckpointError(f"param_dtype={param_dtype!r} is no floating dtype.", fix="param_dtype=jnp.float32")
   patterns = Patterns([targets] if isinstance(targets, str) else targets, ())
   layers = linear_layers(model)
   chosen = {path: layer for path, layer in layers.items() if not patterns.leaves_out(path)}
@@ -140,6 +144,7 @@ def _features(given: PyTree) -> tuple[int, ...]:
   return (given,) if isinstance(given, int) else tuple(given)
 
 
+@check_arguments(CheckpointError)
 @no_mesh()
 def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None = None) -> list[str]:
   """Adds the adapters of one model to the weights of another, in place and in their layout.
@@ -192,7 +197,7 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   layers: dict[Any, nnx.Module] = dict(nnx.iter_modules(adapted))
   for path, (a, b) in pairs.items():
     leaf, own = weights[path], getattr(layers.get(path[:-1]), "lora_scale", 1.0)
-    times = own if scale is None else scale
+    times = float(own if scale is None else scale)
     leaf.set_value(_merged(value_of(leaf), value_of(found[a]), value_of(found[b]), times))
   return [path_str(path) for path in pairs]
 

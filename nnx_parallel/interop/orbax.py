@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.checkpoint.targets import Only
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import is_key, path_str, plain_path
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
@@ -28,6 +29,7 @@ Keys = tuple[str, ...]
 _Rows = dict[Keys, Any]
 
 
+@check_arguments(CheckpointError)
 def restore_orbax(
   path: str | os.PathLike[str],
   target: object,

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import RecipeError
 
@@ -97,6 +98,7 @@ def embedded_recipes() -> list[str]:
   return sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
 
 
+@check_arguments(RecipeError)
 def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
   """Loads a recipe and checks it.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.types import AnyArray, AnyMetrics, LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
@@ -37,6 +38,7 @@ class MetricSums:
     self._total: AnyMetrics = {}
     self._weight: float | None = None  # of the first step, until there is a second
 
+  @check_arguments(TrainError)
   def add(self, metrics: AnyMetrics, *, weight: float = 1.0) -> None:
     """Adds the metrics of one step, on the devices, without waiting for them.
 
@@ -88,6 +90,7 @@ def in_evaluation_mode(loss_fn: LossFn) -> LossFn:
   return loss
 
 
+@check_arguments(TrainError)
 def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches: Iterable[PyTree]) -> Record:
   """Computes the mean of each metric over many batches, exactly weighted.
 

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import format_spec, text_table
 from nnx_parallel.core.types import LossFn, PyTree
@@ -89,6 +90,7 @@ class Task:
     )
 
 
+@check_arguments(TrainError)
 def task(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh | None = None,

@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import (
   Shown,
@@ -183,6 +184,7 @@ class SearchResult(Shown):
     return json.dumps(body, indent=2)
 
 
+@check_arguments(ReportError)
 @no_mesh()
 def search(
   init: Callable[[], nnx.Module],

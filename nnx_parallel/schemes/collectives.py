@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_by_dim
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import check_active, own_mesh
 from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.core.shards import on_shards
@@ -29,6 +30,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 _EQUAL = PartitionSpec()
 
 
+@check_arguments(SchemeError)
 def map_shards(
   f: Callable[..., PyTree],
   plan: Plan,
@@ -74,6 +76,8 @@ def map_shards(
     (True, 8)
   """
   check_plan(plan, "map_shards(f, plan)")
+  _check_specs("out_specs", out_specs)
+  _check_specs("in_specs", in_specs)
 
   @functools.wraps(f)
   def mapped(*args: PyTree) -> PyTree:
@@ -92,6 +96,24 @@ def map_shards(
   return mapped
 
 
+def _check_specs(name: str, specs: PyTree) -> None:
+  leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec | nnx.StateSharding))
+  wrong = any(not isinstance(x, PartitionSpec | nnx.StateSharding) for x in leaves)
+  if wrong or (not leaves and name == "out_specs"):
+    raise SchemeError(
+      f"{name}={specs!r:.60} are no specs.", fix=f'{name}=jax.P("data"), a PartitionSpec, or a tree of them.'
+    )
+
+
+def _check_product(x: jax.Array, w: jax.Array) -> None:
+  if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+    raise SchemeError(
+      "the last dim of x and the first of w are not the same features.",
+      details=f"x {x.shape}, w {w.shape}",
+      fix="x of shape (..., rows, features) and w of shape (features, columns), of each device.",
+    )
+
+
 def _specs(plan: Plan, x: PyTree) -> PyTree:
   """The specs of an argument."""
   if not isinstance(x, nnx.Module | nnx.Optimizer):
@@ -108,6 +130,7 @@ def _specs(plan: Plan, x: PyTree) -> PyTree:
   return nnx.StateSharding(state)
 
 
+@check_arguments(SchemeError)
 def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str]) -> Any:
   """Returns a view of a module with gathered parameters, whose gradients are means; for `map_shards`.
 
@@ -192,6 +215,7 @@ def _averaged(x: jax.Array, axis: str) -> jax.Array:
 _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: (jax.lax.pmean(g, axis),))
 
 
+@check_arguments(SchemeError)
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next shard travels.
 
@@ -221,6 +245,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
 
   Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
   """
+  _check_product(x, w)
   size, rows = _size(axis), x.shape[-2]
   parts = []
   for _ in range(size):
@@ -231,6 +256,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   return jnp.roll(backwards, (jax.lax.axis_index(axis) + 1) * rows, axis=-2)
 
 
+@check_arguments(SchemeError)
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   """Computes `psum_scatter(x @ w)` around a ring: a sum travels while the next product is computed.
 
@@ -291,6 +317,7 @@ def _size(axis: str) -> int:
     ) from error
 
 
+@check_arguments(SchemeError)
 def map_kernel(
   kernel: Callable[..., PyTree],
   in_names: Sequence[tuple[Entry, ...]],

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, mesh_inside
 from nnx_parallel.core.nodes import plain_path
@@ -30,6 +31,7 @@ from nnx_parallel.layout.optimizer_layout import PerMatrixState, group_name, mat
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_in_use
 
 
+@check_arguments(SchemeError)
 def per_matrix(
   tx: optax.GradientTransformation, dims: Callable[[PyTree], PyTree] | None = None
 ) -> optax.GradientTransformationExtraArgs:

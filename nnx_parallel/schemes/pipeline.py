@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import as_function, constants, is_inexact
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
@@ -20,6 +21,7 @@ from nnx_parallel.layers.pipeline import Order, Pipeline, PipelineLoop, Schedule
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
+@check_arguments(SchemeError)
 def pipeline(
   layer: Callable[..., PyTree],
   parameters: PyTree,
@@ -90,6 +92,7 @@ def pipeline(
     >>> bool(jnp.allclose(y, wanted, atol=1e-6))
     True
   """
+  check_arrays(SchemeError, "parameters", parameters)
   if after is not None:
     if batch_axes:
       raise SchemeError(

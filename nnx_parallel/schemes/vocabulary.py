@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import AnyArray, Variable
@@ -33,6 +34,7 @@ _LOWEST = -1e30
 """The logit of a column that does not exist: finite, since a device may have only such columns."""
 
 
+@check_arguments(SchemeError)
 def vocabulary_cross_entropy(
   hidden: jax.Array,
   head: jax.Array | Variable,
@@ -115,6 +117,7 @@ def vocabulary_cross_entropy(
   return losses if ignore_index is None else jnp.where(y == ignore_index, 0, losses)
 
 
+@check_arguments(SchemeError)
 def vocabulary_embedding(
   table: jax.Array | Variable, ids: jax.Array | np.ndarray, *, axis: str | Sequence[str] = "tensor"
 ) -> jax.Array:

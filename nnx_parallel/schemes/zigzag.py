@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 
 
+@check_arguments(SchemeError)
 def zigzag(
   tree: PyTree,
   shards: int,

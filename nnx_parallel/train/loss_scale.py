@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import Optimizer, PyTree
@@ -40,6 +41,7 @@ class LossScaleState(NamedTuple):
   skipped: jax.Array
 
 
+@check_arguments(TrainError)
 def with_loss_scale(
   tx: optax.GradientTransformation,
   *,
@@ -122,6 +124,7 @@ def with_loss_scale(
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
+@check_arguments(TrainError)
 def loss_scale_of(optimizer: Optimizer) -> jax.Array:
   """Returns the factor by which you multiply the loss before you differentiate it.
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
 
 
+@check_arguments(TrainError)
 def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
   """Gives each shard along a mesh axis its own random numbers, in the body of a `shard_map`.
 

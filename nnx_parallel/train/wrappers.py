@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import parts_of_type, path_str, value_of, variables
@@ -45,6 +46,7 @@ class AverageState(NamedTuple):
   average: PyTree
 
 
+@check_arguments(TrainError)
 def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """Keeps a float32 copy of each bfloat16 or float16 parameter, and updates the copy.
 
@@ -95,6 +97,7 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
+@check_arguments(TrainError)
 def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
   """Keeps an exponential moving average of the trained parameters in the optimizer state.
 
@@ -139,6 +142,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
+@check_arguments(TrainError)
 def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
   """Returns a copy of a module that holds the averages of `with_ema`.
 
@@ -187,6 +191,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
   return module
 
 
+@check_arguments(TrainError)
 def skip_nonfinite(
   tx: optax.GradientTransformation, max_consecutive: int | None = None
 ) -> optax.GradientTransformationExtraArgs:

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.mesh import own_mesh
 from nnx_parallel.core.text import few, number_pattern, with_article
@@ -40,9 +41,12 @@ _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 _COARSE = 0.5  # a tolerance beyond this sees no gradient that is twice too large
 _LEAVES = 16
+DIRECTIONS = range(1, 2**15)
+"""How many directions a check may have: the numbers of twice as many are the seeds of one check."""
 _BY_DEVICE = "by each device on its own"
 
 
+@check_arguments(TrainError, directions=DIRECTIONS, tries=0)
 def check_gradients(
   model: Model,
   batch: PyTree,
@@ -107,6 +111,7 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
+  check_arrays(TrainError, "batch", batch)
   loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
   return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group, tries=tries)
 
