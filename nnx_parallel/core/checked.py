@@ -12,8 +12,8 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,21 +74,34 @@ def _wrapped(function: Any, error: type[NnxParallelError], limits: Mapping[str, 
       if name not in bound.arguments:
         continue
       value, parameter = bound.arguments[name], signature.parameters[name]
-      for x in value if parameter.kind is parameter.VAR_POSITIONAL else (value,):
+      for x in _values(value, parameter):
         if not fits(x, kind) or not _is_within(x, limits.get(name)):
           documented: Any = type(args[0]) if function.__name__ == "__init__" else function
           raise _refusal(documented, error, parameter, x, limits.get(name))
-      if isinstance(value, np.generic) and kind is not Any:
-        bound.arguments[name] = value.item()
+      if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        bound.arguments[name] = _as_python(value, kind if isinstance(kind, tuple) else (kind,))
     return function(*bound.args, **bound.kwargs)
 
   return wrapper
 
 
+def _values(value: Any, parameter: inspect.Parameter) -> Iterable[Any]:
+  if parameter.kind is parameter.VAR_KEYWORD:
+    return value.values()
+  return value if parameter.kind is parameter.VAR_POSITIONAL else (value,)
+
+
+def _as_python(value: Any, kinds: tuple[Any, ...]) -> Any:
+  """A number as an argument of these kinds: of NumPy as Python's, and a float where no int is meant."""
+  if isinstance(value, np.generic) and any(kind in _NUMBERS for kind in kinds):
+    value = value.item()
+  return float(value) if type(value) is int and float in kinds and int not in kinds else value
+
+
 def _is_within(x: object, limit: int | range | None) -> bool:
   if limit is None or not isinstance(x, int | float | np.number):
     return True
-  return int(x) in limit if isinstance(limit, range) else x >= limit
+  return int(x) in limit if isinstance(limit, range) else bool(x >= limit)
 
 
 def _parameters(function: Any) -> tuple[inspect.Signature, dict[str, Any]]:
@@ -96,8 +109,11 @@ def _parameters(function: Any) -> tuple[inspect.Signature, dict[str, Any]]:
   inner, signature = inspect.unwrap(function), inspect.signature(function)
   kinds: dict[str, Any] = {}
   for name, parameter in signature.parameters.items():
-    if inspect.Parameter.empty is not parameter.annotation and parameter.kind is not parameter.VAR_KEYWORD:
-      kinds[name] = _evaluated(parameter.annotation, inner.__globals__)
+    if parameter.annotation is parameter.empty:
+      continue
+    kind = _evaluated(parameter.annotation, inner.__globals__)
+    if parameter.kind is not parameter.VAR_KEYWORD or kind in _NUMBERS:
+      kinds[name] = kind
   return signature, kinds
 
 
@@ -118,8 +134,6 @@ def is_dtype(value: Any) -> bool:
 
 
 def _is_filter(value: Any) -> bool:
-  if isinstance(value, set | frozenset):
-    return all(isinstance(x, str) for x in cast("set[Any]", value))
   try:
     return bool(nnx.filterlib.to_predicate(value))
   except (TypeError, ValueError):
@@ -137,18 +151,17 @@ def _is_path(value: Any) -> bool:
   return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
 
 
-def _is_array(value: Any) -> bool:
-  if isinstance(value, numbers.Number):
-    return True
+def is_array(value: Any) -> bool:
+  """Whether a value has a shape and a dtype of numbers."""
   dtype = getattr(value, "dtype", None)
   return hasattr(value, "shape") and dtype is not None and getattr(dtype, "kind", "V") not in "OSUMm"
 
 
 _NAMED = {
-  "AnyArray": _Named(_is_array),
+  "AnyArray": _Named(lambda x: isinstance(x, numbers.Number) or is_array(x)),
   "DTypeLike": _Named(is_dtype),
   "Model": _Named(_is_model),
-  "Only": _Named(_is_filter),
+  "Only": _Named(lambda x: fits(x, set[str] | frozenset[str]) or _is_filter(x)),
   "Optimizers": _Named(_is_model),
   "nnx.filterlib.Filter": _Named(_is_filter),
   "os.PathLike[str]": _Named(_is_path),
@@ -198,7 +211,7 @@ def fits(value: object, kind: Any) -> bool:
       return not value.ndim
     return isinstance(value, _NUMBERS[own]) and (own is bool or not isinstance(value, bool | np.bool_))
   if own in (jax.Array, np.ndarray):
-    return hasattr(value, "shape") and _is_array(value)
+    return is_array(value)
   if own is nnx.Module:
     return isinstance(value, nnx.Pytree)
   if not isinstance(value, own):
@@ -224,6 +237,11 @@ def _items_fit(value: Any, own: Any, args: tuple[Any, ...]) -> bool:
   if listed and len(args) == 1 and issubclass(own, collections.abc.Iterable) and args[0] is not Any:
     return all(fits(x, args[0]) for x in value)
   return True
+
+
+def is_key(x: Any) -> bool:
+  """Whether an array is a typed or a raw PRNG key."""
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
 
 
 def no_array(name: str, tree: Any) -> tuple[str, str] | None:

@@ -151,6 +151,10 @@ def _by_path(plan: Plan, root: Root, given: Mapping[Any, AnyArray]) -> dict[Path
   found: dict[Path, AnyArray] = {}
   for key, value in given.items():
     path: Any = names.get(key, (key,)) if isinstance(key, str) else key
+    if not isinstance(path, tuple):
+      raise PlanError(
+        f"from_arrays got {path!r:.40}, which is no path.", fix="from_arrays({'up.kernel': ...})"
+      )
     if path in found:
       raise PlanError(f"from_arrays got {path_str(path)} twice.", fix="give it once: by its dotted path.")
     found[path] = value

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, is_key
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Bound
@@ -71,7 +71,7 @@ class Generator:
     with own_mesh(bound.binding.mesh):
       return bound(args)
 
-  @check_arguments(DecodeError)
+  @check_arguments(DecodeError, every=range(1, 2**31))
   def stream(
     self,
     model: nnx.Module,
@@ -125,6 +125,10 @@ class Generator:
     if key is not None and not isinstance(key, jax.Array):
       raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
     ahead = None if prefix is None else _checked_prefix(prefix)
+    if key is not None and not is_key(key):
+      raise DecodeError(
+        f"key= is no PRNG key: {key.dtype}, of shape {key.shape}.", fix="key=jax.random.key(0)"
+      )
     bound = self._bound(model, prompts, 0 if ahead is None else ahead.size)
     with no_mesh():
       given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests)]

@@ -58,6 +58,8 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
   """
   check_plan(plan, "shard_batch(batch, plan)")
   _check_devices(plan)
+  if not isinstance(global_batch, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise ShardingError(f"global_batch={global_batch!r:.60} is no flag.", fix="global_batch=True")
 
   def place(path: Any, leaf: Leaf) -> jax.Array:
     name = f"batch{jax.tree_util.keystr(path)}"

@@ -27,7 +27,7 @@ LINEAR = (nnx.Linear, nnx.LinearGeneral)
 _first_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
-@check_arguments(CheckpointError)
+@check_arguments(CheckpointError, rank=range(1, 2**16))
 def add_lora(
   model: nnx.Module,
   targets: str | Iterable[str],
@@ -72,8 +72,6 @@ def add_lora(
     >>> model.layers[0].lora.lora_a.shape, model.layers[0].lora.lora_b.shape
     ((8, 2), (2, 16))
   """
-  if rank < 1:
-    raise CheckpointError(f"rank={rank} is not a rank of an adapter.", fix="rank=8")
   if not jnp.issubdtype(param_dtype, jnp.floating):
     raise CheckpointError(f"param_dtype={param_dtype!r} is no floating dtype.", fix="param_dtype=jnp.float32")
   patterns = Patterns([targets] if isinstance(targets, str) else targets, ())

@@ -222,6 +222,12 @@ def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: 
     try:
       return ocp.load(step_dir, abstract, checkpointable_name=item)
     except Exception as error:
+      if "Requested more bytes" in f"{error}{error.__cause__}":
+        raise CheckpointError(
+          f"byte_budget={byte_budget} is less than a stored chunk.",
+          details=str(error),
+          fix="byte_budget=2**28",
+        ) from error
       # Orbax wraps the error that TensorStore raised while it read a shard in a bare `Exception`.
       if type(error) is not Exception or error.__cause__ is None:
         raise

@@ -121,6 +121,8 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
     >>> recipe.name, recipe.mesh()
     ('text_lm', {'data': 2, 'fsdp': 2, 'tensor': 2})
   """
+  if unknown := [name for name in needs if name not in SIGNATURES]:
+    raise RecipeError(f"no recipe has a function {unknown[0]}.", fix=f"needs= of {', '.join(SIGNATURES)}.")
   place, _, entry = spec.rpartition(":")
   if not (place.endswith(".py") and entry.isidentifier()):
     place, entry = spec, "init"

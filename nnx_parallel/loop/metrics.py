@@ -54,9 +54,14 @@ class MetricsLog:
     self.path = Path(path)
     self.earlier: Path | None = None
     first = jax.process_index() == 0
-    if first:
-      self._start(after)
-    self._file = (self.path if first else Path(os.devnull)).open("a", encoding="utf-8")
+    try:
+      if first:
+        self._start(after)
+      self._file = (self.path if first else Path(os.devnull)).open("a", encoding="utf-8")
+    except OSError as error:
+      raise TrainError(
+        f"cannot write metrics to {path}: {error}.", fix='MetricsLog("run/metrics.jsonl")'
+      ) from error
 
   def _start(self, after: int) -> None:
     self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -206,6 +206,9 @@ class CompileReport(Paged):
       >>> report.bytes_by("kind", "axes")
       {('all-reduce', 'data'): 32}
     """
+    known = [field.name for field in dataclasses.fields(Collective)]
+    if unknown := [key for key in keys if key not in known]:
+      raise ReportError(f"collectives have no field {unknown[0]!r}.", fix=f"one of {', '.join(known)}.")
     sums = totals(self.collectives, lambda item: tuple(_text(getattr(item, name)) for name in keys))
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
@@ -280,6 +283,11 @@ def compile_report(
       "compile_report with a plan needs a batch.",
       details=f"{len(args) or 'no'} other arguments were given after the plan",
       fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
+    )
+  if args and isinstance(step, TrainStep | Generator):
+    raise ReportError(
+      f"compile_report got {len(args)} more arguments than a {type(step).__name__} takes.",
+      fix="compile_report(step, plan, batch=batch)",
     )
   check_arrays(ReportError, "batch", batch)
   batch = batch_structs(batch)

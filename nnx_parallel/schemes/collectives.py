@@ -7,6 +7,7 @@ reads their specs from the plan. `map_kernel` takes a kernel and derives its spe
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,8 @@ def map_shards(
     (True, 8)
   """
   check_plan(plan, "map_shards(f, plan)")
+  if inspect.isclass(f):
+    raise SchemeError(f"map_shards got the class {f.__name__}.", fix="map_shards(lambda model, x: ..., plan)")
   _check_specs("out_specs", out_specs)
   _check_specs("in_specs", in_specs)
 
@@ -288,6 +291,7 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
 
   Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
   """
+  _check_product(x, w)
   size, index = _size(axis), jax.lax.axis_index(axis)
   if x.shape[-2] % size:
     raise SchemeError(

@@ -42,7 +42,7 @@ from nnx_parallel.schemes.tokens import check_not_mapped
 How = Literal["ring", "ulysses"]
 
 
-@check_arguments(SchemeError)
+@check_arguments(SchemeError, window=range(1, 2**31))
 def context_attention(
   axis: str = "context",
   *,

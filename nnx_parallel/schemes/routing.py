@@ -207,4 +207,10 @@ def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1
   Source: Wang et al. 2024 (arXiv:2408.15664).
   """
   load = jnp.asarray(load, jnp.float32)
+  if bias.shape != load.shape:
+    raise SchemeError(
+      "balanced_bias needs a bias and a load for each expert.",
+      details=f"bias {bias.shape}, load {load.shape}",
+      fix="balanced_bias(bias, routing.load)",
+    )
   return bias + (rate * jnp.sign(load.mean() - load)).astype(bias.dtype)

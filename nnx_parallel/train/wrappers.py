@@ -191,7 +191,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
   return module
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, max_consecutive=range(2**31))
 def skip_nonfinite(
   tx: optax.GradientTransformation, max_consecutive: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -224,8 +224,6 @@ def skip_nonfinite(
     >>> int(optimizer.opt_state.total_notfinite[...]), bool((model.bias[...] == 0).all())
     (1, True)
   """
-  if max_consecutive is not None and max_consecutive < 0:
-    raise TrainError(f"max_consecutive={max_consecutive} is negative.", fix="0 or more; None for never.")
   inner = accept_extra(tx)
 
   def init(params: PyTree) -> optax.ApplyIfFiniteState:
