@@ -108,6 +108,7 @@ RULE = nxp.interop.Rule("h.{i}.w", "h.{i}.k")
 
 
 starter_recipe = once(lambda: nxp.recipes.load_recipe("starter"))
+RECIPE_PLAN = once(lambda: nxp.recipes.plan_recipe(starter_recipe(), nxp.make_mesh(fsdp=8)))
 
 
 def averaged(wrap):
@@ -131,6 +132,8 @@ class Files:
     (folder / "log").write_text('{"step": 1, "loss": 2.0}\n')
     with ocp.StandardCheckpointer() as orbax:
       orbax.save(folder / "orbax", nnx.to_pure_dict(nnx.state(model)))
+    with nxp.Checkpointer(folder / "recipe") as checkpointer:
+      checkpointer.save(1, *nxp.create_sharded_model(RECIPE_PLAN()))
     nxp.interop.export_peft(folder / "peft", self.adapted(), REFERENCE)
 
   def new(self) -> Path:
@@ -383,7 +386,8 @@ def given(files: Files) -> dict[str, Callable[[], Any]]:
     "plan.optimizer": lambda: optax.sgd(0.1),
     "recipes.load_recipe.spec": plain("starter"),
     "recipes.plan_recipe.mesh": lambda: nxp.make_mesh(fsdp=8),
-    "recipes.plan": once(lambda: nxp.recipes.plan_recipe(starter_recipe(), nxp.make_mesh(fsdp=8))),
+    "recipes.plan": RECIPE_PLAN,
+    "recipes.restore.checkpointer": lambda: nxp.Checkpointer(files.folder / "recipe"),
     "reshard.model": linear,
     "reshard.plan": alone,
     "recipes.recipe": starter_recipe,
@@ -477,11 +481,17 @@ FED = {
 }
 
 
-SLOW = {"search"}
-"""Functions that take more than two seconds for all their calls."""
+SLOW = {
+  "TrainStep.check_gradients", "check_gradients", "interop.load_huggingface", "interop.restore_orbax",
+  "parallel.attention", "parallel.experts", "parallel.pipeline", "parallel.route",
+  "parallel.vocabulary_cross_entropy", "parallel.vocabulary_embedding", "recipes.restore", "recipes.start",
+  "reshard", "search", "task", "testing.assert_same_training",
+}  # fmt: skip
+"""Functions that take more than a second for all their calls."""
 NEVER_WRONG = {
   "LogicalRules.first": "what is in a rule is checked where the rule is made",
   "RuleSet": "made by RuleSet.of",
+  "weighted": "a step looks at what its loss returns",
 }
 """Functions that take anything."""
 MANUAL = {

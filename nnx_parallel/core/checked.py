@@ -216,12 +216,13 @@ def fits(value: object, kind: Any) -> bool:
     return isinstance(value, nnx.Pytree)
   if not isinstance(value, own):
     return False
-  several = issubclass(own, collections.abc.Iterable) and own is not str
+  several = issubclass(own, _SEVERAL) and own is not str
   if several and isinstance(value, str | bytes | io.IOBase):
     return False
   return _items_fit(value, own, args)
 
 
+_SEVERAL = collections.abc.Iterable, collections.abc.Container
 _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, bool: bool | np.bool_}
 
 
@@ -234,7 +235,7 @@ def _items_fit(value: Any, own: Any, args: tuple[Any, ...]) -> bool:
     kinds = args[:1] * len(value) if same else args
     return not args or (len(kinds) == len(value) and all(map(fits, value, kinds)))
   listed = isinstance(value, list | tuple | set | frozenset | dict | np.ndarray | jax.Array)
-  if listed and len(args) == 1 and issubclass(own, collections.abc.Iterable) and args[0] is not Any:
+  if listed and len(args) == 1 and issubclass(own, _SEVERAL) and args[0] is not Any:
     return all(fits(x, args[0]) for x in value)
   return True
 

@@ -145,7 +145,7 @@ def experts(
     ways,
     count,
     tuple(dims),
-    None if capacity is None else math.ceil(capacity * choices / count),
+    None if capacity is None else min(math.ceil(capacity * choices / count), choices),
     math.ceil(min(buffer * tokens * share, tokens)),
     block,
     1 / (ways * share),
