@@ -174,7 +174,7 @@ def run_training(
   return Training(np.array(losses), norms, by_path)
 
 
-@check_arguments(PlanError)
+@check_arguments(PlanError, "plans")
 def assert_same_training(
   loss_fn: LossFn,
   plans: Mapping[str, nxp.Plan],

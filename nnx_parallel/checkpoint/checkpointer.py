@@ -21,6 +21,7 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 from etils import epath
+from flax import nnx
 
 from nnx_parallel.checkpoint import encoding, manifest, multihost, restore, save, storage, targets
 from nnx_parallel.checkpoint.catalog import (
@@ -37,7 +38,7 @@ from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
-from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.plan import Plan
@@ -130,7 +131,7 @@ class Checkpointer:
 
   # Saving.
 
-  @check_arguments(CheckpointError)
+  @check_arguments(CheckpointError, "step")
   def save(
     self,
     step: int,
@@ -744,7 +745,14 @@ def _content(
   model: object, optimizer: object, only: Only | None, extra: MappingType[str, object] | None
 ) -> tuple[save.Content, dict[str, encoding.Json]]:
   """The arrays to save, and the JSON values among `extra`."""
+  if isinstance(model, nnx.Optimizer) and isinstance(optimizer, nnx.Pytree):
+    raise CheckpointError("save got the optimizer before the model.", fix="save(step, model, optimizer)")
   roots = targets.saved_roots(model, optimizer, only)
+  if parts_of_type((model, optimizer), nnx.GraphDef):
+    raise CheckpointError(
+      "save got an nnx.GraphDef, which holds no arrays.",
+      fix="save(step, model), or save(step, nnx.state(model)).",
+    )
   values: dict[str, encoding.Json] = {}
   for name, value in (extra or {}).items():
     if name in _RESERVED or not name.isidentifier():

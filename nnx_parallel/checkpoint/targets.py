@@ -312,7 +312,13 @@ def flatten(tree: object) -> tuple[Leaves, Rebuild]:
     >>> rebuild({"a.0": 10})["a"]
     [10, 2]
   """
-  rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+  try:
+    rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+  except ValueError as error:
+    raise CheckpointError(
+      f"a checkpoint cannot hold this tree: {error}",
+      fix="keys of one type in each dict, all texts for example.",
+    ) from error
   leaves: Leaves = {}
   tables: list[tuple[Any, dict[str, tuple[Any, Any]]]] = []
   seen: set[int] = set()

@@ -12,7 +12,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -27,11 +27,12 @@ from nnx_parallel.errors import NnxParallelError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def check_arguments(error: type[NnxParallelError], /, **limits: int | range) -> Callable[[F], F]:
+def check_arguments(error: type[NnxParallelError], /, *own: str, **limits: int | range) -> Callable[[F], F]:
   """Makes a function, or the constructor of a class, raise `error` for arguments of other types.
 
-  `limits` has the smallest numbers that arguments may be, or the range of them. Numbers of NumPy become
-  Python's. What no annotation says, such as shapes and keys of dicts, the function still has to look at.
+  `own` are arguments of which the function itself says more, as `check_plan` does of a plan. `limits` has
+  the smallest numbers that arguments may be, or the range of them. Numbers of NumPy become Python's. What no
+  annotation says, such as shapes and keys of dicts, the function still has to look at.
 
   Example:
     >>> from nnx_parallel.errors import TrainError
@@ -53,15 +54,17 @@ def check_arguments(error: type[NnxParallelError], /, **limits: int | range) -> 
   def decorate(function: Any) -> Any:
     if inspect.isclass(function):
       made: Any = function
-      made.__init__ = _wrapped(made.__init__, error, limits)
+      made.__init__ = _wrapped(made.__init__, error, own, limits)
       return made
-    return _wrapped(function, error, limits)
+    return _wrapped(function, error, own, limits)
 
   return decorate
 
 
-def _wrapped(function: Any, error: type[NnxParallelError], limits: Mapping[str, int | range]) -> Any:
-  parameters = functools.cache(lambda: _parameters(function))
+def _wrapped(
+  function: Any, error: type[NnxParallelError], own: Collection[str], limits: Mapping[str, int | range]
+) -> Any:
+  parameters = functools.cache(lambda: _parameters(function, own))
 
   @functools.wraps(function)
   def wrapper(*args: Any, **keywords: Any) -> Any:
@@ -104,12 +107,12 @@ def _is_within(x: object, limit: int | range | None) -> bool:
   return int(x) in limit if isinstance(limit, range) else bool(x >= limit)
 
 
-def _parameters(function: Any) -> tuple[inspect.Signature, dict[str, Any]]:
+def _parameters(function: Any, own: Collection[str]) -> tuple[inspect.Signature, dict[str, Any]]:
   """The signature of a function, and the types of its parameters, of those that can be looked up."""
   inner, signature = inspect.unwrap(function), inspect.signature(function)
   kinds: dict[str, Any] = {}
   for name, parameter in signature.parameters.items():
-    if parameter.annotation is parameter.empty:
+    if parameter.annotation is parameter.empty or name in own:
       continue
     kind = _evaluated(parameter.annotation, inner.__globals__)
     if parameter.kind is not parameter.VAR_KEYWORD or kind in _NUMBERS:
@@ -174,6 +177,8 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
     return annotation
   kinds: list[Any] = []
   for text in re.split(r" \| (?![^\[]*\])", annotation):
+    if re.match(r"(nxp\.)?Plan\b", text):
+      return Any
     try:
       kind = _NAMED.get(text) or eval(text, names)
     except (NameError, TypeError, AttributeError):

@@ -87,7 +87,7 @@ def reshard(
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget, shapes=shapes))
 
 
-@check_arguments(PlanError)
+@check_arguments(PlanError, "arrays")
 def from_arrays(
   arrays: Mapping[Any, AnyArray], plan: Plan[R], *, optimizer: Mapping[Any, AnyArray] | None = None
 ) -> R:

@@ -159,7 +159,7 @@ def _from_rows(name: str, host: np.ndarray, length: int, rows: np.ndarray, plan:
   return jax.make_array_from_callback(shape, sharding, part)
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, batch=1, start=0, threads=1, prefetch=0)
 def batches(
   source: Iterable[PyTree] | Samples,
   plan: Plan,

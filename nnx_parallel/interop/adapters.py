@@ -84,6 +84,8 @@ def add_lora(
       fix='use patterns of such paths: add_lora(model, "layers.*.self_attn.*", rank=8, rngs=rngs).',
     )
   for path, layer in chosen.items():
+    _check_layer(path or "the model", layer)
+  for path, layer in chosen.items():
     adapt(path, layer, rank, 1.0 if alpha is None else alpha / rank, rngs, param_dtype)
   return [*chosen]
 
@@ -93,8 +95,8 @@ def linear_layers(model: nnx.Module) -> dict[str, Any]:
   return {path_str(path): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, LINEAR)}
 
 
-def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: DTypeLike) -> None:
-  """Adds an adapter to one linear layer, in place."""
+def _check_layer(path: str, layer: Any) -> None:
+  """Refuses a layer that has an adapter, or that is stacked."""
   shape, inputs = tuple(layer.kernel.shape), _features(layer.in_features)
   if hasattr(layer, "lora"):
     raise CheckpointError(f"{path} has an adapter already.", fix="use patterns that name each layer once.")
@@ -104,6 +106,12 @@ def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_
       details=f"inputs {inputs}, outputs {_features(layer.out_features)}",
       fix="call add_lora on the block, inside the function that nnx.vmap maps.",
     )
+
+
+def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: DTypeLike) -> None:
+  """Adds an adapter to one linear layer, in place."""
+  _check_layer(path, layer)
+  inputs = _features(layer.in_features)
   layer.lora = nnx.LoRA(
     math.prod(inputs),
     rank,

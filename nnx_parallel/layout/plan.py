@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic
 
 import jax
@@ -393,7 +394,10 @@ class Plan(PlanTable, Generic[R]):
     """The shardings to which `ShardedOptimizer.update` constrains the parameters and the state."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
-    return Placement(model, optimizer, self.zero, self._scattered)
+    gradients = self._scattered
+    tables = (tuple(table.items()) for table in (model, optimizer, gradients))
+    made = Placement(model, optimizer, self.zero, gradients)
+    return _PLACEMENTS.setdefault((self.zero, *tables), made)
 
   @property
   def _scattered(self) -> dict[Path, NamedSharding]:
@@ -405,6 +409,10 @@ class Plan(PlanTable, Generic[R]):
         # The state may be stored in the host's memory; gradients are not.
         found.setdefault(own.path, NamedSharding(self.mesh, leaf.spec))  # pyright: ignore[reportArgumentType]
     return found
+
+
+_PLACEMENTS: weakref.WeakValueDictionary[Hashable, Placement] = weakref.WeakValueDictionary()
+"""Equal placements are one object, since steps are compiled for its identity."""
 
 
 def no_constructor() -> PlanError:

@@ -47,7 +47,7 @@ class MetricSums:
       weight: the weight of plain scalars, for example the number of examples in the batch.
 
     Raises:
-      TrainError: a metric is an array, or the names differ from the names of earlier calls.
+      TrainError: a metric is an array.
     """
     for name, value in metrics.items():
       if not is_scalar(value):
@@ -58,15 +58,14 @@ class MetricSums:
     if not self._total:
       self._total, self._weight = dict(metrics), weight
       return
-    if self._total.keys() != metrics.keys():
-      raise TrainError(
-        f"the metrics are {', '.join(metrics)}, and were {', '.join(self._total)}.",
-        fix="one MetricSums for each kind of step.",
-      )
     with no_mesh():
       if self._weight is not None:
         self._total, self._weight = _as_pairs(self._total, np.float32(self._weight)), None
-      self._total = _added(self._total, dict(metrics), np.float32(weight))
+      again = {name: value for name, value in metrics.items() if name in self._total}
+      new = {name: value for name, value in metrics.items() if name not in self._total}
+      before = {name: self._total[name] for name in again}
+      one = np.float32(weight)
+      self._total = {**self._total, **_added(before, again, one), **(_as_pairs(new, one) if new else {})}
 
   def read(self) -> Record:
     """Returns the means, `loss` first, and waits for the steps. A mean of nothing is 0."""
@@ -90,7 +89,7 @@ def in_evaluation_mode(loss_fn: LossFn) -> LossFn:
   return loss
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, "model")
 def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches: Iterable[PyTree]) -> Record:
   """Computes the mean of each metric over many batches, exactly weighted.
 
