@@ -13,10 +13,12 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.types import LossFn
+from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.show.diff import assert_golden_plan
 from nnx_parallel.train.losses import wide
 from nnx_parallel.train.step import bind_keywords
@@ -45,6 +47,7 @@ class GradientNorms(NamedTuple):
   norms: Any
 
 
+@check_arguments(PlanError)
 def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """Keeps the norm of each gradient that the optimizer gets, so that `run_training` can read it.
 
@@ -103,6 +106,7 @@ class Training:
   history: dict[str, np.ndarray[Any, Any]]
 
 
+@check_arguments(PlanError)
 @no_mesh()
 def run_training(
   plan: nxp.Plan,
@@ -170,6 +174,7 @@ def run_training(
   return Training(np.array(losses), norms, by_path)
 
 
+@check_arguments(PlanError, "plans")
 def assert_same_training(
   loss_fn: LossFn,
   plans: Mapping[str, nxp.Plan],

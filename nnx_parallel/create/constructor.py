@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, is_explicit, no_mesh, use_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, merge, value_of
@@ -82,6 +83,7 @@ def create_sharded_model(
 ) -> Any: ...
 
 
+@check_arguments(PlanError)
 def create_sharded_model(
   init: Callable[[], nnx.Module] | Plan,
   mesh: AnyMesh | None = None,
@@ -285,6 +287,7 @@ def real_mesh(plan: Plan) -> Mesh:
   return plan.mesh
 
 
+@check_arguments(PlanError)
 def unsharded(init: Callable[[], M]) -> M:
   """Builds a module on the default device, without a mesh, and keeps its annotations.
 

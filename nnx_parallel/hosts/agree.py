@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.processes import Exchange, wait_for_all
 from nnx_parallel.errors import HostError
 
@@ -30,6 +31,7 @@ def main_process() -> bool:
   return jax.process_index() == 0
 
 
+@check_arguments(HostError)
 def barrier(name: str, *, timeout: float = 300) -> None:
   """Waits until all processes have called `barrier` with the same name the same number of times.
 
@@ -52,6 +54,7 @@ def barrier(name: str, *, timeout: float = 300) -> None:
     wait_for_all(name, timeout)
 
 
+@check_arguments(HostError)
 def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> bool:
   """Calls a function on one process of each host. All processes wait until all hosts are done.
 

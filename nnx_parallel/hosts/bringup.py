@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import finish_saves, report_lost
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.errors import HostError, NnxParallelWarning
 from nnx_parallel.hosts.rollcall import roll_call
 
@@ -60,6 +61,7 @@ class Processes:
     )
 
 
+@check_arguments(HostError)
 def init_distributed(
   address: str | None = None,
   count: int | None = None,

@@ -8,11 +8,14 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
+from nnx_parallel.errors import HostError
 from nnx_parallel.hosts.agree import barrier
 
 
+@check_arguments(HostError)
 @no_mesh()
 def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
   """Fetches every array of `tree` as a complete NumPy array, on every process.

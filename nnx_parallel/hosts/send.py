@@ -8,6 +8,7 @@ from typing import TypeVar, overload
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import array_leaves, path_str
 from nnx_parallel.core.shards import describe
@@ -15,7 +16,7 @@ from nnx_parallel.core.text import listed
 from nnx_parallel.core.types import PyTree, Variable
 from nnx_parallel.create.reshard import resized
 from nnx_parallel.create.slices import put
-from nnx_parallel.errors import ShardingError
+from nnx_parallel.errors import HostError, ShardingError
 from nnx_parallel.hosts.data import check_concrete, shard_batch
 from nnx_parallel.layout.plan import Plan
 
@@ -26,6 +27,7 @@ M = TypeVar("M", bound=nnx.Module)
 def send(source: nnx.Module, to: M) -> M: ...
 @overload
 def send(source: PyTree, to: Plan) -> PyTree: ...
+@check_arguments(HostError)
 def send(source: PyTree, to: nnx.Module | Plan) -> PyTree:
   """Sends arrays, or the values of a module, to the devices of another mesh.
 

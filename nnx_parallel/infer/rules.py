@@ -26,6 +26,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.checked import check_arrays
 from nnx_parallel.core.given import is_count
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Names, Path, array_leaves, is_rng, names_of, path_str, value_of, variables
@@ -107,6 +108,9 @@ def infer_rules(
       "infer_rules needs example inputs to trace the module with.",
       fix="infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
     )
+  if call is not None and not callable(call):
+    raise ShardingError(f"call={call!r:.60} is no function.", fix="call=lambda module, x: module.encode(x)")
+  check_arrays(ShardingError, "inputs", inputs)
   batch = tuple(axis for axis in sizes if axis in AXES)
   module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).made.node
   named = _Named.of(module, sizes)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, read_tensors
 from nnx_parallel.interop.weights import Rule, WeightMap, is_real
@@ -27,6 +28,7 @@ CONFIG = "config.json"
 TABLES = Path(__file__).with_name("huggingface.toml")
 
 
+@check_arguments(CheckpointError)
 def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
   """Finds the weight map of a model on Hugging Face, for import and for export.
 

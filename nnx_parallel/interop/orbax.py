@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.checkpoint.targets import Only
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import is_key, path_str, plain_path
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
@@ -28,6 +29,7 @@ Keys = tuple[str, ...]
 _Rows = dict[Keys, Any]
 
 
+@check_arguments(CheckpointError)
 def restore_orbax(
   path: str | os.PathLike[str],
   target: object,
@@ -218,6 +220,12 @@ def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: 
     try:
       return ocp.load(step_dir, abstract, checkpointable_name=item)
     except Exception as error:
+      if "Requested more bytes" in f"{error}{error.__cause__}":
+        raise CheckpointError(
+          f"byte_budget={byte_budget} is less than a stored chunk.",
+          details=str(error),
+          fix="byte_budget=2**28",
+        ) from error
       # Orbax wraps the error that TensorStore raised while it read a shard in a bare `Exception`.
       if type(error) is not Exception or error.__cause__ is None:
         raise

@@ -19,6 +19,8 @@ from flax import nnx
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from nnx_parallel.checkpoint.damage import friendly_errors
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import explicit_axes, make_mesh, own_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
@@ -30,6 +32,7 @@ from nnx_parallel.train.axes import Places, places_inside, places_outside
 from nnx_parallel.train.binding import Binding
 
 
+@check_arguments(CheckpointError)
 def export_program(
   file: str | os.PathLike[str],
   function: Callable[..., PyTree],
@@ -64,6 +67,7 @@ def export_program(
     >>> bool((served(x) == nnx.jit(lambda model, x: model(x))(model, x)).all())
     True
   """
+  check_arrays(CheckpointError, "args", args)
   binding = Binding({"model": model})
   if isinstance(function, Generator):
     program, args = function.as_function(model, *args)
@@ -100,12 +104,14 @@ def export_program(
     "changes": changes,
   }
   temporary = Path(f"{os.fspath(file)}.{os.getpid()}")
-  with zipfile.ZipFile(temporary, "w") as packed:
-    packed.writestr("program", bytes(exported.serialize()))
-    packed.writestr("layout.json", json.dumps(layout))
-  temporary.replace(file)
+  with friendly_errors(f"export {os.fspath(file)}", Path(file).parent):
+    with zipfile.ZipFile(temporary, "w") as packed:
+      packed.writestr("program", bytes(exported.serialize()))
+      packed.writestr("layout.json", json.dumps(layout))
+    temporary.replace(file)
 
 
+@check_arguments(CheckpointError)
 def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None = None) -> Served:
   """Reads a file that `export_program` wrote; the source code of the model is not needed.
 
@@ -124,9 +130,14 @@ def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None 
     >>> served = load_program("forward.zip").load(weights)  # doctest: +SKIP
     >>> served(x)  # doctest: +SKIP
   """
-  with zipfile.ZipFile(file) as packed:
-    layout = json.loads(packed.read("layout.json"))
-    program = packed.read("program")
+  try:
+    with zipfile.ZipFile(file) as packed:
+      layout = json.loads(packed.read("layout.json"))
+      program = packed.read("program")
+  except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    raise CheckpointError(
+      f"cannot read a program from {os.fspath(file)}: {error}.", fix="a file that export_program wrote."
+    ) from error
   _require_flatbuffers()
   exported = export.deserialize(bytearray(program))
   devices = list(jax.devices() if devices is None else devices)

@@ -27,6 +27,7 @@ from jax.sharding import Sharding
 from nnx_parallel.checkpoint import encoding, lock, storage
 from nnx_parallel.checkpoint.damage import friendly_errors
 from nnx_parallel.core import together as multihost
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.core.text import format_array
 from nnx_parallel.core.types import DType
@@ -125,6 +126,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
   return found
 
 
+@check_arguments(CheckpointError)
 def import_safetensors(
   path: str | os.PathLike[str], plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> Any:
@@ -160,6 +162,7 @@ def import_safetensors(
   return import_arrays(path, lambda: read_tensors(path), plan, weight_map or SameNames(), skip)
 
 
+@check_arguments(CheckpointError)
 def export_safetensors(
   path: str | os.PathLike[str],
   model: object,
@@ -198,6 +201,7 @@ def export_safetensors(
   return write_folder(path, model, weight_map, skip=skip, file_bytes=file_bytes)
 
 
+@check_arguments(CheckpointError)
 def dry_run_import(
   path: str | os.PathLike[str], plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> DryRun:
@@ -232,6 +236,7 @@ def dry_run_import(
   return (weight_map or SameNames()).compare(wanted, read_tensors(path), left_out)[1]
 
 
+@check_arguments(CheckpointError)
 def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> DryRun:
   """Lists the arrays that `export_safetensors` would write for a model with this plan; no array is read.
 
@@ -277,7 +282,7 @@ def write_folder(
   beside: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
   """`export_safetensors`, with the name of a single file, and texts to write beside it by file name."""
-  final = Path(path)
+  final = Path(path).absolute()
   temporary = final.with_name(f"{final.name}.nnx-saving")
   is_first = jax.process_index() == 0
 

@@ -39,6 +39,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.checkpoint import diff, encoding, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.core import together as multihost
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad
@@ -92,6 +93,7 @@ class Transform:
     return PartitionSpec(*(axes.get(part[0]) if part else None for part in left[int(self.stacked) :]))
 
 
+@check_arguments(CheckpointError)
 @dataclasses.dataclass(frozen=True, init=False)
 class Rule:
   """One correspondence between a name in the file and a path, or tied paths, in the model.
@@ -132,6 +134,8 @@ class Rule:
     object.__setattr__(self, "file", file)
     object.__setattr__(self, "model", paths)
     object.__setattr__(self, "dtype", None if dtype is None else np.dtype(dtype))
+    if not paths:
+      raise CheckpointError(f"the rule {file!r} names no path.", fix='Rule("h.{i}.w", "layers.{i}.kernel")')
     only_file = [sorted(_fields(file) - _fields(path)) for path in paths]
     only_model = [sorted(_fields(path) - _fields(file)) for path in paths]
     stacked, cut = bool(only_file[0]), bool(only_model[0])
@@ -270,9 +274,11 @@ class WeightMap:
     [('h.0.w', {0: 'layers.0.kernel'})]
   """
 
+  @check_arguments(CheckpointError)
   def __init__(self, *rules: Rule, ignore: Iterable[str] = ()):
     self.rules, self.ignore = rules, tuple(ignore)
 
+  @check_arguments(CheckpointError)
   def compare(
     self, wanted: Mapping[str, TargetLeaf], arrays: Mapping[str, Source], skip: Container[str] = ()
   ) -> tuple[list[Group], DryRun]:
@@ -330,6 +336,7 @@ class WeightMap:
     rows += [Row("initialised", model=p, leaf=in_model(leaf)) for p, leaf in wanted.items() if p in skip]
     return found, DryRun(rows)
 
+  @check_arguments(CheckpointError)
   def to_write(self, paths: Iterable[str]) -> list[Group]:
     """Finds the arrays of a file that is to be written from the leaves of a model.
 
@@ -358,6 +365,7 @@ class WeightMap:
         )
     return groups
 
+  @check_arguments(CheckpointError)
   def names_of(self, paths: Iterable[str]) -> dict[str, str]:
     """Finds the names in the file of those leaves of a model that have a rule.
 
@@ -438,6 +446,7 @@ class SameNames(WeightMap):
     return Rule(path, path), path, {}
 
 
+@check_arguments(CheckpointError)
 def load_weight_map(file: str) -> WeightMap:
   """Runs a Python file that defines a weight map.
 
@@ -461,10 +470,8 @@ def load_weight_map(file: str) -> WeightMap:
   """
   try:
     found = runpy.run_path(file).get("WEIGHT_MAP")
-  except OSError as error:
-    raise CheckpointError(
-      f"cannot read the weight map {file}: {error.strerror}.", fix="check the path."
-    ) from error
+  except (OSError, ImportError) as error:
+    raise CheckpointError(f"cannot read the weight map {file!r}: {error}.", fix="check the path.") from error
   if not isinstance(found, WeightMap):
     raise CheckpointError(
       f"{file} defines no WEIGHT_MAP.",

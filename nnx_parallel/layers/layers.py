@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
@@ -170,6 +171,7 @@ class LayersUsed:
     return "\n".join([*lines, *(f"  not scanned: {line}" for line in reasons)]) or "as written"
 
 
+@check_arguments(TrainError)
 def with_layers(
   loss: LossFn,
   *,

@@ -30,10 +30,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.errors import SchemeError
+from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layout.constrain import manual_too
 
 Order: TypeAlias = Literal["gpipe", "1f1b"]
@@ -44,6 +45,7 @@ Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree,
 """`(carry, rows, state, shared arrays, gathered arrays) -> (carry, state, results)`."""
 
 
+@check_arguments(TrainError)
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
   """How `train_step` runs the layers of a model as a pipeline.
@@ -89,6 +91,7 @@ class Pipeline:
         fix='order="1f1b" with recompute=False.',
       )
 
+  @check_arguments(TrainError)
   def saved_inputs(self, schedule: Schedule) -> int:
     """Returns the number of chunk inputs that each stage saves for the backward pass.
 
@@ -109,6 +112,7 @@ class Pipeline:
     return schedule.ticks
 
 
+@check_arguments(SchemeError, stages=1)
 @dataclasses.dataclass(frozen=True)
 class Schedule:
   """The timetable of a pipeline: which stage computes which microbatch in which tick.
@@ -173,6 +177,7 @@ class Schedule:
     """The fraction of the time in which a stage does nothing useful."""
     return (self.stages - 1) / self.ticks
 
+  @check_arguments(TrainError)
   def item(self, tick: AnyArray, stage: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Returns what a stage does in a tick.
 

@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import HELD, is_inexact
 from nnx_parallel.core.mesh import (
   AnyMesh,
@@ -83,6 +84,7 @@ _SCOPE: Any = jax.make_user_context(None)
 _MAPPED: Any = jax.make_user_context(())
 
 
+@check_arguments(ShardingError)
 @contextlib.contextmanager
 def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
   """Puts logical rules in scope for `constrain`, and makes a mesh active.
@@ -295,6 +297,7 @@ def surroundings(*arrays: Leaf) -> Surroundings:
   return Surroundings(mesh, rules, manual, axes_of_maps(), apart)
 
 
+@check_arguments(ShardingError)
 def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   """Constrains the sharding of an activation by logical names, inside and outside of jit.
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_by_dim, axes_in, axes_of, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
@@ -38,6 +39,7 @@ class Resolution:
   steps: tuple[str, ...]  # the attempts and decisions, in order, one sentence each
 
 
+@check_arguments(ShardingError)
 def resolve_spec(
   names: Sequence[Entry],
   shape: Sequence[int],

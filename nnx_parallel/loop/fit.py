@@ -12,6 +12,7 @@ from flax import nnx
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.targets import Only
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import AnyMetrics, Model, Optimizers, PyTree
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.layout.plan import Plan
@@ -44,6 +45,7 @@ def resume_from(
   return restored, Position(number, data["samples"], data.get("stop", {}))
 
 
+@check_arguments(TrainError)
 def fit(
   step: Callable[[Model, Optimizers, PyTree], AnyMetrics],
   model: Model,

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import RecipeError
 
@@ -75,6 +76,7 @@ def embedded_recipes() -> list[str]:
   return sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
 
 
+@check_arguments(RecipeError)
 def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
   """Loads a recipe and checks it.
 
@@ -97,6 +99,8 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
     >>> recipe.name, recipe.mesh()
     ('text_lm', {'data': 2, 'fsdp': 2, 'tensor': 2})
   """
+  if unknown := [name for name in needs if name not in SIGNATURES]:
+    raise RecipeError(f"no recipe has a function {unknown[0]}.", fix=f"needs= of {', '.join(SIGNATURES)}.")
   place, _, entry = spec.rpartition(":")
   if not (place.endswith(".py") and entry.isidentifier()):
     place, entry = spec, "init"

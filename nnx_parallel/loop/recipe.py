@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import variables
 from nnx_parallel.core.types import AnyMetrics, Model, PyTree
@@ -32,6 +33,7 @@ def rules_of(recipe: Recipe) -> Any:
   return recipe.rules() if recipe.rules is not None else nxp.fsdp()
 
 
+@check_arguments(RecipeError)
 def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.Plan:
   """Plans a recipe's model and optimizer.
 
@@ -73,6 +75,7 @@ class Resumed(NamedTuple):
   relaid: PlanDiff | None
 
 
+@check_arguments(RecipeError)
 def start(
   recipe: Recipe,
   plan: nxp.Plan,
@@ -111,6 +114,7 @@ def start(
   return _run_of(recipe, plan, model, optimizer, microbatches, Position(), settings, options)
 
 
+@check_arguments(RecipeError)
 def restore(
   recipe: Recipe,
   plan: nxp.Plan,

@@ -27,7 +27,7 @@ from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.processes import Exchange
-from nnx_parallel.core.text import not_counted
+from nnx_parallel.core.text import not_counted, with_article
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.create.relayout import on_auto_axes
 from nnx_parallel.errors import NnxParallelWarning, TrainError
@@ -148,8 +148,18 @@ class Run:
     return dataclasses.replace(self, steps=steps, evaluate=evaluate, progress=progress, **options)()
 
   def save(self, checkpointer: Checkpointer, metrics: Record | None = None) -> None:
-    """Saves the model, the optimizer and the position as a step."""
-    own = dict(self.extra()) if self.extra is not None else {}
+    """Saves the model, the optimizer and the position as a step.
+
+    Args:
+      checkpointer: where to save; raises like `Checkpointer.save`.
+      metrics: the metrics of the step.
+    """
+    found = self.extra() if self.extra is not None else {}
+    if not isinstance(found, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise TrainError(
+        f"extra() returned {with_article(type(found).__name__)}.", fix='extra=lambda: {"ema": averages}'
+      )
+    own = dict(found)
     if "data" in own:
       raise TrainError(
         "extra() returns a 'data', which is the name of fit's data cursor.", fix="another name for yours."
@@ -439,6 +449,11 @@ def _check_intervals(run: Run) -> None:
       f"the profile of steps {run.profile[0]} to {run.profile[1]} holds no step.",
       details="steps are counted from 1, and both ends are in",
       fix="a few steps after the first, which compiles: (10, 12).",
+    )
+  if run.profile is not None and run.steps is not None and run.profile[0] > run.steps:
+    raise TrainError(
+      f"the profile starts at step {run.profile[0]}, and the run ends at step {run.steps}.",
+      fix=f"profile=({max(1, run.steps - 1)}, {run.steps})",
     )
   if run.evaluate is None and run.eval_every is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")

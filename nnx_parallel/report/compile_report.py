@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, explicit_axes, no_mesh
 from nnx_parallel.core.nodes import path_str, variables
@@ -139,6 +140,7 @@ class CompileReport(Paged):
     """The arguments whose memory the results do not reuse (they are not donated), largest first."""
     return tuple(argument for argument in self.arguments if not argument.donated)
 
+  @check_arguments(ReportError)
   def sent(self, kind: str | None = None, *, axis: str | None = None) -> Sent:
     """Returns the totals of the collectives of the step, for communication budgets in your tests.
 
@@ -174,6 +176,7 @@ class CompileReport(Paged):
       exposed=sum(c.sent_bytes for c in chosen if not c.overlapped),
     )
 
+  @check_arguments(ReportError)
   def bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
     """Returns the payload bytes per step, grouped by fields of `Collective`, largest first.
 
@@ -190,6 +193,9 @@ class CompileReport(Paged):
       >>> report.bytes_by("kind", "axes")
       {('all-reduce', 'data'): 32}
     """
+    known = [field.name for field in dataclasses.fields(Collective)]
+    if unknown := [key for key in keys if key not in known]:
+      raise ReportError(f"collectives have no field {unknown[0]!r}.", fix=f"one of {', '.join(known)}.")
     sums = totals(self.collectives, lambda item: tuple(_text(getattr(item, name)) for name in keys))
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
@@ -205,6 +211,7 @@ class CompileReport(Paged):
     return text_of(self)
 
 
+@check_arguments(ReportError)
 def compile_report(
   step: Any,
   plan: Plan | None = None,
@@ -248,12 +255,14 @@ def compile_report(
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip)
-  if not hasattr(step, "lower"):
+  if not hasattr(step, "lower") or isinstance(step, str | bytes):
     raise ReportError(
       f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
       fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
     )
   if plan is None:
+    if not args and isinstance(step, TrainStep | Generator):
+      check_plan(plan, "compile_report(step, plan, batch=batch)")
     return report_of(step.lower(*args), chip)
   check_plan(plan, "compile_report(step, plan, batch=batch)")
   if batch is None:
@@ -262,6 +271,12 @@ def compile_report(
       details=f"{len(args) or 'no'} other arguments were given after the plan",
       fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
     )
+  if args and isinstance(step, TrainStep | Generator):
+    raise ReportError(
+      f"compile_report got {len(args)} more arguments than a {type(step).__name__} takes.",
+      fix="compile_report(step, plan, batch=batch)",
+    )
+  check_arrays(ReportError, "batch", batch)
   batch = batch_structs(batch)
   here = _placed(plan, topology)
   check_batch(here, batch)

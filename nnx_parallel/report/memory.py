@@ -21,6 +21,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_by_dim
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
 from nnx_parallel.core.flow import Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, is_literal, wiring
@@ -126,6 +127,7 @@ class MemoryPlan(Shown):
     )
 
 
+@check_arguments(ReportError)
 def memory_plan(
   plan: Plan,
   loss: LossFn,
@@ -177,6 +179,7 @@ def memory_plan(
     16384
   """
   check_plan(plan, "memory_plan(plan, loss_fn, batch)")
+  check_arrays(ReportError, "batch", batch)
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline

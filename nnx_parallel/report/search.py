@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import (
   Shown,
@@ -177,6 +178,7 @@ class SearchResult(Shown):
     return json.dumps(body, indent=2)
 
 
+@check_arguments(ReportError)
 @no_mesh()
 def search(
   init: Callable[[], nnx.Module],
@@ -246,6 +248,7 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch has at least one part.",
       fix="max_microbatches=1 for one microbatch only.",
     )
+  check_arrays(ReportError, "batch", batch)
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   named = searched_axes(rules)

@@ -32,6 +32,7 @@ import numpy.typing as npt
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import make_mesh
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import Chip, chip
@@ -117,6 +118,7 @@ def _has(module: str) -> bool:
   return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
+@check_arguments(ReportError)
 def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes: int) -> Mesh:
   """Makes a mesh over the devices of a named machine, in an order that fits its links.
 

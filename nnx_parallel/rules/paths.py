@@ -96,6 +96,8 @@ class PathRules:
     Returns:
       The rule, with its `.pattern` and `.names`.
     """
+    if not isinstance(path, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise ShardingError(f"{path!r:.60} is no path.", fix='rules.match(("blocks", 0, "kernel"))')
     return next((rule for rule in self.rules if rule.matches(path)), None)
 
   def pairs(self) -> list[tuple[str | tuple[str, ...], Names | None]]:

@@ -7,6 +7,7 @@ reads their specs from the plan. `map_kernel` takes a kernel and derives its spe
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_by_dim
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import check_active, own_mesh
 from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.core.shards import on_shards
@@ -28,6 +30,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 _EQUAL = PartitionSpec()
 
 
+@check_arguments(SchemeError)
 def map_shards(
   f: Callable[..., PyTree],
   plan: Plan,
@@ -73,6 +76,10 @@ def map_shards(
     (True, 8)
   """
   check_plan(plan, "map_shards(f, plan)")
+  if inspect.isclass(f):
+    raise SchemeError(f"map_shards got the class {f.__name__}.", fix="map_shards(lambda model, x: ..., plan)")
+  _check_specs("out_specs", out_specs)
+  _check_specs("in_specs", in_specs)
 
   @functools.wraps(f)
   def mapped(*args: PyTree) -> PyTree:
@@ -91,6 +98,24 @@ def map_shards(
   return mapped
 
 
+def _check_specs(name: str, specs: PyTree) -> None:
+  leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec | nnx.StateSharding))
+  wrong = any(not isinstance(x, PartitionSpec | nnx.StateSharding) for x in leaves)
+  if wrong or (not leaves and name == "out_specs"):
+    raise SchemeError(
+      f"{name}={specs!r:.60} are no specs.", fix=f'{name}=jax.P("data"), a PartitionSpec, or a tree of them.'
+    )
+
+
+def _check_product(x: jax.Array, w: jax.Array) -> None:
+  if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+    raise SchemeError(
+      "the last dim of x and the first of w are not the same features.",
+      details=f"x {x.shape}, w {w.shape}",
+      fix="x of shape (..., rows, features) and w of shape (features, columns), of each device.",
+    )
+
+
 def _specs(plan: Plan, x: PyTree) -> PyTree:
   """The specs of an argument."""
   if not isinstance(x, nnx.Module | nnx.Optimizer):
@@ -107,6 +132,7 @@ def _specs(plan: Plan, x: PyTree) -> PyTree:
   return nnx.StateSharding(state)
 
 
+@check_arguments(SchemeError)
 def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str]) -> Any:
   """Returns a view of a module with gathered parameters, whose gradients are means; for `map_shards`.
 
@@ -201,6 +227,7 @@ def _check_manual(axis: str) -> None:
     ) from error
 
 
+@check_arguments(SchemeError)
 def map_kernel(
   kernel: Callable[..., PyTree],
   in_names: Sequence[tuple[Entry, ...]],

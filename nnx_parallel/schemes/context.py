@@ -26,6 +26,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_by_dim
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
 from nnx_parallel.core.tiles import DimName, Grid
 from nnx_parallel.core.types import AnyArray
@@ -41,6 +42,7 @@ from nnx_parallel.schemes.tokens import check_not_mapped
 How = Literal["ring", "ulysses"]
 
 
+@check_arguments(SchemeError, window=range(1, 2**31))
 def context_attention(
   axis: str = "context",
   *,

@@ -30,6 +30,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import PyTree
@@ -43,6 +44,7 @@ TILE = 128
 """The number of rows of a grouped product is a multiple of this, as the kernel of TPUs needs it."""
 
 
+@check_arguments(SchemeError)
 def experts(
   expert_fn: ExpertFn,
   parameters: PyTree,
@@ -116,6 +118,7 @@ def experts(
 
   Source: GShard, arXiv:2006.16668; without capacity, and for grouped products, MegaBlocks, arXiv:2211.15841.
   """
+  check_arrays(SchemeError, "parameters", nnx.as_pure(parameters))
   leaves, structure = jax.tree.flatten(parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
   weights: PyTree = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
   count, top_k = routing.load.shape[0], routing.weights.shape[-1]
@@ -149,7 +152,7 @@ def experts(
     ways,
     count,
     tuple(dims),
-    None if capacity is None else math.ceil(capacity * choices / count),
+    None if capacity is None else min(math.ceil(capacity * choices / count), choices),
     math.ceil(min(buffer * tokens * share, tokens)),
     block,
     1 / (ways * share),

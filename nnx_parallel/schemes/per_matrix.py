@@ -17,6 +17,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
 from nnx_parallel.core.nodes import plain_path
@@ -27,6 +28,7 @@ from nnx_parallel.layout.optimizer_layout import PerMatrixState, group_name, mat
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_in_use
 
 
+@check_arguments(SchemeError)
 def per_matrix(
   tx: optax.GradientTransformation, dims: Callable[[PyTree], PyTree] | None = None
 ) -> optax.GradientTransformationExtraArgs:

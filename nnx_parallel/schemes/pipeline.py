@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import as_function, constants
 from nnx_parallel.core.shards import split_batch
 from nnx_parallel.core.text import few
@@ -21,6 +22,7 @@ from nnx_parallel.layers.pipeline import Order, Pipeline, size_along, staged, un
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
+@check_arguments(SchemeError)
 def pipeline(
   layer: Callable[..., PyTree],
   parameters: PyTree,
@@ -91,6 +93,7 @@ def pipeline(
     >>> bool(jnp.allclose(y, wanted, atol=1e-6))
     True
   """
+  check_arrays(SchemeError, "parameters", parameters)
   axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
   if after is not None and axes:
     raise SchemeError(

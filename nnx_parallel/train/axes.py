@@ -16,10 +16,12 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import auto_mesh, is_explicit, own_mesh
 from nnx_parallel.core.nodes import parts_of_type
 from nnx_parallel.core.shards import auto_sharding, computed_on_auto_axes
 from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
 from nnx_parallel.train.binding import Binding, Template
 from nnx_parallel.train.loss_call import call_loss
@@ -130,6 +132,7 @@ def states_shardings(error: BaseException) -> bool:
   return _REFUSED in str(error)
 
 
+@check_arguments(TrainError)
 def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
   """Lets a step of your own compute on Auto axes if its mesh has Explicit axes, as `train_step` does.
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import Optimizer, PyTree
@@ -33,6 +34,7 @@ class LossScaleState(NamedTuple):
   skipped: jax.Array  # the total number of steps whose gradients were not finite
 
 
+@check_arguments(TrainError)
 def with_loss_scale(
   tx: optax.GradientTransformation,
   *,
@@ -115,6 +117,7 @@ def with_loss_scale(
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
+@check_arguments(TrainError)
 def loss_scale_of(optimizer: Optimizer) -> jax.Array:
   """Returns the factor by which you multiply the loss before you differentiate it.
 

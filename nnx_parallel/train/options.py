@@ -56,6 +56,9 @@ class StepOptions:
           f"a step is made from a loss function, and not from {with_article(type(loss_fn).__name__)}.",
           fix="step = nxp.train_step(loss_fn), then step(model, optimizer, batch).",
         )
+    for name in ("has_aux", "pairs", "diagnostics"):
+      if not isinstance(getattr(self, name), (bool, np.bool_)):
+        raise TrainError(f"{name}={getattr(self, name)!r:.40} is neither True nor False.", fix=f"{name}=True")
     if not is_count(self.microbatches):
       raise TrainError(
         f"microbatches={self.microbatches!r:.40} is not a positive number.", fix="microbatches=1"

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import Path, value_of, variables
 from nnx_parallel.core.types import Model, PyTree
@@ -25,6 +26,7 @@ from nnx_parallel.train.binding import Template
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@check_arguments(TrainError)
 def gather_on_read(loss_fn: F, model: Model | Plan, *, batch_axes: Sequence[str] | None = None) -> F:
   """Returns a loss for a step of your own that gathers parameters where it reads them, as `train_step` does.
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.nodes import named_leaves
@@ -44,7 +45,7 @@ from nnx_parallel.train.options import (
 from nnx_parallel.train.program import Compile, Programs, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
 from nnx_parallel.train.watch import Watch, objects_in
-from nnx_parallel.verify.check_gradients import checked
+from nnx_parallel.verify.check_gradients import DIRECTIONS, checked
 from nnx_parallel.verify.gradient_check import GradientCheck, merged
 
 _ABSENT: Any = object()
@@ -231,6 +232,7 @@ class TrainStep(_Step):
       scope = default_scope(model.activation_rules)
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
+    _check_objects(roots)
     with no_mesh():
       bound = Bound(self.options.with_constants(constants), roots, (), {})
     with own_mesh(bound.mesh), scope:
@@ -240,6 +242,7 @@ class TrainStep(_Step):
         return traced.lower(lowering_platforms=(jax.default_backend(),))
       return traced.lower()
 
+  @check_arguments(TrainError)
   def compiled(
     self, model: Model, optimizer: Optimizers, batch: PyTree, **constants: Hashable
   ) -> jax.stages.Compiled:
@@ -260,6 +263,7 @@ class TrainStep(_Step):
       self.layers = bound.programs.layers
       return traced.lower().compile()
 
+  @check_arguments(TrainError, directions=DIRECTIONS)
   def check_gradients(
     self,
     model: Model,

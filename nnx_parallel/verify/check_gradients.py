@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.mesh import own_mesh
 from nnx_parallel.core.text import few, number_pattern, with_article
@@ -34,8 +35,11 @@ _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-
 _CLOSER = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}
 _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+DIRECTIONS = range(1, 2**15)
+"""How many directions a check may have: the numbers of twice as many are the seeds of one check."""
 
 
+@check_arguments(TrainError, directions=DIRECTIONS)
 def check_gradients(
   model: Model,
   batch: PyTree,
@@ -98,6 +102,7 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
+  check_arrays(TrainError, "batch", batch)
   loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
   return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
 

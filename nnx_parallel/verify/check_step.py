@@ -13,10 +13,12 @@ import numpy as np
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.text import Shown, text_table, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
 from nnx_parallel.train.step import bind_keywords
@@ -111,6 +113,7 @@ class StepCheck(Shown):
     return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{summary}"
 
 
+@check_arguments(TrainError)
 @no_mesh()
 def check_step(
   plan: nxp.Plan,

@@ -84,6 +84,8 @@ class Config:
   def from_json(cls, found: ConfigJson, param_dtype: str = "float32") -> Config:
     """Reads the contents of `config.json`, as transformers 4 and 5 write it."""
     found = settings(found)
+    for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+      require(found[key] > 0, found, key)
     family, heads = found["model_type"], found["num_attention_heads"]
     head_dim = found["head_dim"] or found["hidden_size"] // heads
     windows, ropes = _windows(found), _ropes(found)

@@ -7,9 +7,11 @@ import difflib
 import os
 from pathlib import Path as File
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import Shown, format_array, format_bytes, format_spec, number_pattern, text_table
+from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.table import PlanTable
@@ -99,6 +101,7 @@ def golden_text(plan: PlanTable) -> str:
   return "\n".join([f"mesh {mesh}", *rows, held, ""])
 
 
+@check_arguments(PlanError)
 def assert_golden_plan(plan: PlanTable, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
   """Fails if the layout of a plan differs from the layout in a file that you keep with your tests.
 
