@@ -115,7 +115,7 @@ class Run:
       self.pids[int(words[0][1:-1])] = int(words[2])
     elif words[1:2] == ["saved"]:
       self.reported = int(words[2])
-    elif words[1:2] == ["step"]:
+    elif words[1:2] == ["step"] and len(words) == 5:  # not what an error says of a step
       self.step(int(words[2]), words[3], float(words[4]))
 
   def step(self, step: int, loss: str, when: float) -> None:

@@ -208,8 +208,7 @@ def whole(name: str, value: object, least: int, what: str, fix: str) -> int:
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
   """An argument that takes one of a few values."""
   if value not in known:
-    fix = f"pass {' or '.join(json.dumps(word) for word in known)}."
-    raise CheckpointError(f"{name}={value!r} is unknown.", fix=fix)
+    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass {' or '.join(map(json.dumps, known))}.")
   return value
 
 

@@ -182,5 +182,4 @@ def key_encoding(dtype: DTypeLike) -> str:
 
 
 def _word(dtype: DTypeLike) -> Any:
-  """The integers in which a dtype of 8 or fewer bits is stored."""
   return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8

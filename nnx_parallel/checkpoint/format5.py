@@ -29,8 +29,7 @@ def digest(array: np.ndarray[Any, Any]) -> int:
   return total % 2**32
 
 
-def _mix(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  """The finalizer of MurmurHash3 (`fmix32`), on words of 32 bits in 64."""
+def _mix(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:  # the finalizer of MurmurHash3
   words = words.astype(np.uint64) & 0xFFFFFFFF
   words = (words ^ (words >> 16)) * _FIRST & 0xFFFFFFFF
   words = (words ^ (words >> 13)) * _SECOND & 0xFFFFFFFF

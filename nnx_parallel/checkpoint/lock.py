@@ -42,9 +42,11 @@ class Hold:
         self.file.close()
 
   @contextlib.contextmanager
-  def save(self) -> Generator[None]:
+  def save(self, *, wait: bool = True) -> Generator[None]:
     """Waits for the other saves of this process; takes the directory again if somebody removed it."""
-    with self.saving:
+    if not self.saving.acquire(blocking=wait):
+      raise _held(self.path, _me())
+    try:
       holder = self.path.read_text().strip() if self.path.exists() else ""
       if not holder:
         self.file.close()
@@ -52,6 +54,8 @@ class Hold:
       elif holder != _me():  # where nothing locks
         raise _held(self.path, holder)
       yield
+    finally:
+      self.saving.release()
 
 
 def take(directory: epath.Path) -> Hold:
@@ -102,8 +106,9 @@ def _locked(path: epath.Path) -> io.FileIO:
 
 
 def _held(path: epath.Path, holder: str) -> CheckpointError:
+  who = "this process is already" if holder == _me() else "another job is"
   return CheckpointError(
-    f"cannot write to {path.parent}: another job is writing there.",
+    f"cannot write to {path.parent}: {who} writing there.",
     details=f"held by {holder or 'a process without a name yet'}",
     fix="give each job its own directory; or end the other job, or close() its Checkpointer.",
   )

@@ -235,14 +235,12 @@ def _sha256(text: str | bytes) -> str:
 
 
 def _values(values: dict[str, Any]) -> dict[str, Any]:
-  """JSON values that can be read."""
   for value in values.values():
     encoding.read_json(value)
   return values
 
 
 def _whole(value: object) -> int:
-  """A number of bytes, steps or elements."""
   if type(value) is not int or not 0 <= value < 2**63:
     raise ValueError(f"{value!r:.100} is not a whole number")
   return value

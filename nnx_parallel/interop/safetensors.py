@@ -303,7 +303,7 @@ def write_folder(
         temporary.mkdir(parents=True, exist_ok=True)
         hold = lock.take(epath.Path(temporary))
         stack.callback(hold.let_go)
-        stack.enter_context(hold.save())
+        stack.enter_context(hold.save(wait=False))
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         _require_new(final)  # whoever had the lock before may just have written it
         for left in temporary.iterdir():

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -326,9 +325,11 @@ def test_the_second_interrupt_ends_at_once():
 
 
 def test_a_signal_during_a_pause_ends_the_launcher():
-  timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-  timer.start()
-  assert launched("sys.exit(1)", restarts=1, pause=60)[0] == 143
+  def write(line):
+    if "restart" in line:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  assert launch(Job(python("sys.exit(1)"), processes=2, restarts=1, pause=60), write) == 143
 
 
 def test_the_variables_of_a_process():
