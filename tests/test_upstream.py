@@ -663,6 +663,14 @@ def test_the_parts_of_an_entropy_are_functions_with_names():
   assert names == ["_xlogx", "xlogy"]
 
 
+def test_a_grouped_product_is_mapped_only_over_all_operands():
+  """`schemes/expert_functions.py`: `ragged_dot` maps it over any of them, one element after the other."""
+  rows, weights, sizes = jnp.ones((2, 3, 4)), jnp.ones((2, 2, 4, 5)), jnp.array([[1, 2], [3, 0]])
+  assert jax.vmap(jax.lax.ragged_dot)(rows, weights, sizes).shape == (2, 3, 5)
+  with pytest.raises(NotImplementedError, match="ragged_dot vmap over any dim but 0 - NYI"):
+    jax.vmap(jax.lax.ragged_dot, (0, None, None))(rows, weights[0], sizes[0])
+
+
 def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
   # benchmarks/seams.py leaves such models out; a flax that stacks it makes them right
   class Layer(nnx.Module):
