@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import abstract_batch, loss_of, start_compiler
+from nnx_parallel.cli.compile import abstract_batch, start_compiler
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
   start_compiler({"all": machine.devices}, f"cpu:{machine.devices}" if simulate else args.topology, None)
   result = search(
     recipe.init,
-    loss_of(recipe),
+    cast(Any, recipe.loss),
     args.topology,
     batch=abstract_batch(recipe, args.batch),
     rules=options.changed_rules(recipe, args.rules),

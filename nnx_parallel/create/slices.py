@@ -85,7 +85,7 @@ def cut(
   groups, keys = dict[Hashable, list[Slice]](), Keys()
   for output, behind in slices.items():
     numbers, inputs, target = dict[Var, int](), list[Var](), shardings[output]
-    code = keys.code(behind, numbers, inputs, lambda _: True)
+    code = keys.code(behind, numbers, inputs)
     group = groups.setdefault((code, numbers[results[output]], target.spec, target.memory_kind), [])
     # The trace of a deep model is large compared with a shard.
     group.append(Slice(output, () if group else behind, inputs))
