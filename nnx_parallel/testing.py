@@ -19,6 +19,7 @@ from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.layout.show.diff import assert_golden_plan
 from nnx_parallel.train.losses import wide
 from nnx_parallel.train.step import bind_keywords
@@ -142,6 +143,7 @@ def run_training(
     >>> len(run.losses), sorted(run.norms)
     (2, ['bias', 'kernel'])
   """
+  check_plan(plan, "run_training(plan, loss_fn, batches)")
   if plan.tx is None:
     raise nxp.errors.PlanError(
       "a plan without an optimizer cannot be trained.",
@@ -225,6 +227,8 @@ def assert_same_training(
       details=f"given a value of type {type(plans).__name__}, and {len(data)} batches",
       fix='assert_same_training(loss_fn, {"fsdp": plan}, batches)',
     )
+  for plan in plans.values():
+    check_plan(plan, "assert_same_training(loss_fn, plans, batches)")
   first = next(iter(plans.values()))
   alone = nxp.make_mesh(dict.fromkeys(map(str, first.mesh.axis_names), 1), devices=jax.devices()[:1])
   reference = nxp.plan(first.init, alone, first.rules, optimizer=first.tx, wrt=first.wrt)

@@ -10,7 +10,7 @@ from flax import nnx
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.shards import describe
-from nnx_parallel.core.text import format_array, listed
+from nnx_parallel.core.text import format_array, listed, with_article
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import LayoutMismatchError, PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
@@ -47,6 +47,11 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
            In a jit of your own: p[...] = jax.lax.with_sharding_constraint(x, plan[path].sharding).
   """
   check_plan(plan, "check_layout(model, plan, optimizer=optimizer)")
+  if not isinstance(model, nnx.Pytree):
+    raise PlanError(
+      f"check_layout needs a live module, and got {with_article(type(model).__name__)}.",
+      fix="check_layout(model, plan, optimizer=optimizer)",
+    )
   wrong, extra = differences(model, plan, optimizer)
   if not wrong and not extra:
     return

@@ -120,8 +120,8 @@ def from_arrays(
   """
   check_plan(plan, "from_arrays(arrays, plan)")
   _check_optimizer(plan, optimizer)
-  for found in (arrays, optimizer):
-    if not isinstance(found, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+  for found in (arrays, {} if optimizer is None else optimizer):
+    if not isinstance(found, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise PlanError(
         f"from_arrays needs arrays by path, and got a value of type {type(found).__name__}.",
         fix="from_arrays({'up.kernel': array}, plan); for a live module, reshard(model, plan).",

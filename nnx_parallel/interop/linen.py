@@ -22,7 +22,7 @@ from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Rule, WeightMap, import_arrays, leaves_to_write
-from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.plan import Plan, check_plan
 
 OTHERS = ("opt_state.*", "step", "tx.*")
 """Fields of a train state other than the variables of the model."""
@@ -99,6 +99,7 @@ def import_linen(
     >>> model.kernel.sharding.spec
     P(None, 'fsdp')
   """
+  check_plan(plan, "import_linen(source, plan)")
   name = "these variables" if isinstance(source, (bytes, Mapping)) else source
   return import_arrays(name, lambda: _read(source), plan, weight_map or linen_names(plan), skip)
 

@@ -44,7 +44,7 @@ from nnx_parallel.interop.weights import (
   leaves_to_write,
   model_leaves,
 )
-from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.plan import Plan, check_plan
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -159,6 +159,7 @@ def import_safetensors(
     >>> import_safetensors(folder, plan).kernel.sharding.spec
     P('fsdp', None)
   """
+  check_plan(plan, "import_safetensors(path, plan)")
   return import_arrays(path, lambda: read_tensors(path), plan, weight_map or SameNames(), skip)
 
 
@@ -231,6 +232,7 @@ def dry_run_import(
     >>> [(row.status, row.file, row.model) for row in dry_run_import(folder, plan).rows]
     [('read', 'bias', 'bias'), ('read', 'kernel', 'kernel')]
   """
+  check_plan(plan, "dry_run_import(path, plan)", creates=False)
   wanted = model_leaves(plan)
   left_out = initialised(plan, wanted, skip)
   return (weight_map or SameNames()).compare(wanted, read_tensors(path), left_out)[1]
@@ -258,6 +260,7 @@ def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Ite
     >>> [(row.status, row.file, row.array) for row in dry_run_export(plan, skip=["bias"]).rows]
     [('write', 'kernel', 'float32[8,4]'), ('left out', '', '')]
   """
+  check_plan(plan, "dry_run_export(plan)", creates=False)
   leaves = model_leaves(plan)
   left_out = initialised(plan, leaves, skip)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}

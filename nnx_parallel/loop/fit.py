@@ -45,7 +45,7 @@ def resume_from(
   return restored, Position(number, data["samples"], data.get("stop", {}))
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, "model", "optimizer")
 def fit(
   step: Callable[[Model, Optimizers, PyTree], AnyMetrics],
   model: Model,

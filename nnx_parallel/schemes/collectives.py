@@ -169,6 +169,7 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
 
   Source: the UvA deep-learning notebooks on training at scale, `gather_params`.
   """
+  check_plan(plan, "gather_parameters(module, plan, axis)")
   axes = (axis,) if isinstance(axis, str) else tuple(axis)
   for name in axes:
     _check_manual(name)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import Path, value_of, variables
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes as axes_of_batch
@@ -22,6 +23,7 @@ from nnx_parallel.layout.gather import Gather
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import Template
+from nnx_parallel.train.watch import objects_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,6 +65,11 @@ def gather_on_read(loss_fn: F, model: Model | Plan, *, batch_axes: Sequence[str]
     >>> gradients.kernel.shape
     (16, 16)
   """
+  if not isinstance(model, Plan) and not all(isinstance(x, nnx.Pytree) for x in objects_in(model)):
+    raise TrainError(
+      f"gather_on_read needs a live model, and got {with_article(type(model).__name__)}.",
+      fix="gather_on_read(loss_fn, model), or gather_on_read(loss_fn, plan)",
+    )
   gather = _gather_of(model, batch_axes)
 
   @functools.wraps(loss_fn)

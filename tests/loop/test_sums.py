@@ -149,4 +149,4 @@ def test_a_loss_in_place_of_a_step_is_an_error_with_the_call():
   with pytest.raises(
     nxp.errors.TrainError, match=r"returned a float[\s\S]*nxp.eval_step\(loss_fn, pairs=True\)"
   ):
-    nxp.evaluate(lambda model, batch: 1.0, None, [np.ones(8)])
+    nxp.evaluate(lambda model, batch: 1.0, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [np.ones(8)])
