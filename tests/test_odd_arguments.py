@@ -103,6 +103,8 @@ STEP = once(lambda: nxp.train_step(loss_fn))
 X = np.ones((8, 8), np.float32)
 HEADS = np.ones((2, 8, 4, 8), np.float32)
 TOKENS = np.ones((8, 3), np.int32)
+WEIGHTS = {name: np.ones((4, 8, 8), np.float32) for name in ("up", "down")}
+SIZES = np.full(4, 2, np.int32)
 REFERENCE = Path(__file__).parent / "interop" / "references" / "llama"
 RULE = nxp.interop.Rule("h.{i}.w", "h.{i}.k")
 
@@ -156,7 +158,7 @@ class Files:
 
 MADE_BY_US = {
   "EvalStep", "Generated", "Generator", "LeafPlan", "Plan", "ShardedOptimizer", "Task", "TrainStep",
-  "hosts.Processes", "loop.FitResult", "parallel.Routing", "parallel.Sent", "recipes.Resumed",
+  "hosts.Processes", "loop.FitResult", "parallel.Routing", "recipes.Resumed",
   "report.CompileReport", "report.MemoryPlan", "report.SearchResult", "testing.GradientNorms",
   "testing.Training", "verify.GradientCheck", "verify.GradientComparison", "verify.StepCheck",
   "verify.StepDifference",
@@ -297,7 +299,6 @@ def given(files: Files) -> dict[str, Callable[[], Any]]:
     "generator.max_new_tokens": plain(2),
     "hosts.StopSignals.asked.step": plain(0),
     "hosts.barrier.name": plain("here"),
-    "hosts.broadcast.value": plain({"seed": 1}),
     "hosts.once_per_host.function": plain(lambda: None),
     "hosts.to_host.tree": model,
     "infer_rules.call": plain(lambda module, x: module(x)),
@@ -348,8 +349,6 @@ def given(files: Files) -> dict[str, Callable[[], Any]]:
     "parallel.Schedule.layers": plain(8),
     "parallel.Schedule.microbatches": plain(8),
     "parallel.Schedule.stages": plain(4),
-    "parallel.all_gather_matmul.w": plain(np.ones((8, 4), np.float32)),
-    "parallel.all_gather_matmul.x": plain(X),
     "parallel.attention.key": plain(np.ones((2, 8, 2, 4), np.float32)),
     "parallel.attention.query": plain(np.ones((2, 8, 2, 4), np.float32)),
     "parallel.attention.value": plain(np.ones((2, 8, 2, 4), np.float32)),
@@ -358,7 +357,8 @@ def given(files: Files) -> dict[str, Callable[[], Any]]:
     "parallel.balanced_bias.load": plain(np.ones(3, np.int32)),
     "parallel.context_attention.axis": plain("data"),
     "parallel.experts.axis": plain("tensor"),
-    "parallel.experts.expert_fn": plain(lambda p, x: x @ p["w"]),
+    "parallel.experts.expert_fn": plain(nxp.parallel.mlp_experts),
+    "parallel.experts.parameters": plain(WEIGHTS),
     "parallel.experts.routing": lambda: nxp.parallel.route(logits, 2),
     "parallel.experts.x": plain(X),
     "parallel.fold_rng_over_axis.target": lambda: jax.random.key(0),
@@ -366,14 +366,18 @@ def given(files: Files) -> dict[str, Callable[[], Any]]:
     "parallel.map_kernel.kernel": plain(lambda x: x * 2),
     "parallel.map_kernel.out_names": plain(("data", None)),
     "parallel.map_shards.f": plain(lambda model, x: jax.lax.pmean(x.sum(), "data")),
-    "parallel.matmul_reduce_scatter.w": plain(np.ones((8, 4), np.float32)),
-    "parallel.matmul_reduce_scatter.x": plain(X),
+    "parallel.mlp_experts.group_sizes": plain(SIZES),
+    "parallel.mlp_experts.parameters": plain(WEIGHTS),
+    "parallel.mlp_experts.rows": plain(X),
     "parallel.pipeline.axis": plain("data"),
     "parallel.pipeline.layer": plain(lambda p, x: jnp.tanh(x @ p["w"])),
     "parallel.pipeline.microbatches": plain(4),
     "parallel.pipeline.x": plain(X),
     "parallel.route.logits": plain(logits),
     "parallel.route.top_k": plain(2),
+    "parallel.ragged_dot.group_sizes": plain(SIZES),
+    "parallel.ragged_dot.rows": plain(X),
+    "parallel.ragged_dot.weights": plain(WEIGHTS["up"]),
     "parallel.send.source": model,
     "parallel.send.to": model,
     "parallel.vocabulary_cross_entropy.head": plain(np.ones((8, 16), np.float32)),
@@ -494,10 +498,7 @@ NEVER_WRONG = {
   "weighted": "a step looks at what its loss returns",
 }
 """Functions that take anything."""
-MANUAL = {
-  f"parallel.{name}"
-  for name in ("all_gather_matmul", "fold_rng_over_axis", "gather_parameters", "matmul_reduce_scatter")
-}
+MANUAL = {f"parallel.{name}" for name in ("fold_rng_over_axis", "gather_parameters")}
 """Functions for the body of a `jax.shard_map`."""
 
 

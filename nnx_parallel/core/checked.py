@@ -131,7 +131,7 @@ def is_dtype(value: Any) -> bool:
   if value is None or (not isinstance(value, str | type | np.dtype) and not hasattr(value, "dtype")):
     return False
   try:
-    return not isinstance(value, jax.Array | np.ndarray | np.generic) and bool(jnp.dtype(value))
+    return not isinstance(value, jax.Array | np.ndarray | np.generic) and jnp.dtype(value).kind not in "OSUMm"
   except TypeError:
     return False
 

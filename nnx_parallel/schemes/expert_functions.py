@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 
@@ -19,6 +21,7 @@ ExpertFn = Callable[[Any, Any, Any], Any]
 """`(parameters, rows, group_sizes) -> rows`; see `mlp_experts`."""
 
 
+@check_arguments(SchemeError)
 def mlp_experts(
   parameters: Mapping[str, jax.Array],
   rows: jax.Array,
@@ -66,14 +69,15 @@ def mlp_experts(
   return ragged_dot(wide, parameters["down"], group_sizes)
 
 
+@check_arguments(SchemeError)
 def ragged_dot(
   rows: jax.Array,
   weights: jax.Array,
   group_sizes: jax.Array,
   *,
   bias: jax.Array | None = None,
-  precision: Any = None,
-  preferred_element_type: Any = None,
+  precision: str | jax.lax.Precision | None = None,
+  preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
   """Multiplies each row by the weight of its expert: `jax.lax.ragged_dot` for the `expert_fn` of `experts`.
 
@@ -91,14 +95,48 @@ def ragged_dot(
   Returns:
     The products, of shape (rows, results).
 
+  Raises:
+    SchemeError: the shapes do not fit, or JAX has no such precision.
+
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> rows, weights, bias = jnp.ones((3, 3)), jnp.ones((2, 3, 1)), jnp.array([[0.0], [10.0]])
     >>> nxp.parallel.ragged_dot(rows, weights, jnp.array([1, 2]), bias=bias)[:, 0].tolist()
     [3.0, 13.0, 13.0]
   """
+  if (
+    (rows.ndim, weights.ndim) != (2, 3)
+    or rows.shape[1] != weights.shape[1]
+    or group_sizes.shape != weights.shape[:1]
+    or (bias is not None and bias.shape != (len(weights), weights.shape[2]))
+  ):
+    shown = {"rows": rows, "weights": weights, "group_sizes": group_sizes, "bias": bias}
+    raise SchemeError(
+      "ragged_dot multiplies the rows of each expert by its matrix, and these shapes do not fit.",
+      details=", ".join(f"{name} {x.shape}" for name, x in shown.items() if x is not None),
+      fix="rows (n, features), weights (experts, features, results), group_sizes (experts,), bias (experts,"
+      " results).",
+    )
+  try:
+    return _product(rows, weights, group_sizes, bias, precision, preferred_element_type)
+  except ValueError as error:
+    if "recision" not in str(error):
+      raise
+    raise SchemeError(
+      f"precision={precision!r} is none of JAX's.", fix='"default", "high", "highest".'
+    ) from error
+
+
+def _product(
+  rows: jax.Array,
+  weights: jax.Array,
+  group_sizes: jax.Array,
+  bias: jax.Array | None,
+  precision: Any,
+  dtype: Any,
+) -> jax.Array:
   if len(weights) > 1:
-    found = _grouped(precision, preferred_element_type)(rows, weights, group_sizes)
+    found = _grouped(precision, dtype)(rows, weights, group_sizes)
     if bias is None:
       return found
     return found + jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=len(rows))
@@ -106,8 +144,7 @@ def ragged_dot(
   contracted, *others = (*jax.typeof(weight).sharding.spec, None, None)[:2]
   # The type of a sum over a dim that an Explicit axis shards is the caller's choice.
   out: Any = {} if contracted is None else {"out_sharding": PartitionSpec(None, *others)}
-  dtype = {"precision": precision, "preferred_element_type": preferred_element_type}
-  found = jnp.matmul(rows, weight, **dtype, **out)
+  found = jnp.matmul(rows, weight, precision=precision, preferred_element_type=dtype, **out)
   return found if bias is None else found + bias[0]
 
 

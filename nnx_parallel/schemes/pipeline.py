@@ -22,7 +22,7 @@ from nnx_parallel.layers.pipeline import Order, Pipeline, size_along, staged, un
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
-@check_arguments(SchemeError)
+@check_arguments(SchemeError, microbatches=1, virtual_stages=1)
 def pipeline(
   layer: Callable[..., PyTree],
   parameters: PyTree,
