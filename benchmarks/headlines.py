@@ -229,7 +229,7 @@ def searches() -> list[Row]:
       "checkpoints with damaged or swapped files, restored",
       (f"{sum(kills['corruptions'].values())}", f"{kills['corruptions'].get('wrong', 0)}"),
     ),
-    Row("signals to processes of a supervised run", (soaked["all"], soaked["problems"])),
+    Row("kills, bad disks and other troubles of a supervised run", (soaked["all"], soaked["problems"])),
   ]
 
 

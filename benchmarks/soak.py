@@ -275,7 +275,7 @@ def main() -> int:
   print(*run.problems, sep="\n")
   if not run.problems:
     record.write()
-  return bool(run.problems) or done.total() < min(25, args.kills)
+  return bool(run.problems) or done.total() < min(20, args.kills)
 
 
 if __name__ == "__main__":
