@@ -187,7 +187,7 @@ def _update(
   axes = () if mesh is None else matrix_axes(axis_sizes(mesh))
   if mesh is None or not axes:
     new, state = run(group.stack(grads), state, None if params is None else group.stack(params), extra)
-    return group.unstack(cast(Any, new)), state
+    return group.unstack(new), state
   devices, count = math.prod(axis_sizes(mesh)[axis] for axis in axes), sum(group.counts)
   # Gradients are first reduced into their own layout: else the compiler may sum all of them on every device.
   grads = [pinned(x, array.where) for array, x in zip(group.arrays, grads, strict=True)]

@@ -148,7 +148,7 @@ def _run(
   # Arrays that the functions read are inputs of the program: they get gradients.
   read = constants(traced)
 
-  def program(model: PyTree, batch: PyTree) -> list[jax.Array]:
+  def program(model: PyTree, batch: PyTree) -> Sequence[jax.Array]:
     return as_function(traced.replace(consts=model[0]))(*jax.tree.leaves((model[1], batch)))
 
   run = with_stages(
