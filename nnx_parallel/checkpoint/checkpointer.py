@@ -319,7 +319,7 @@ class Checkpointer:
 
   # Restoring.
 
-  @check_arguments(CheckpointError)
+  @check_arguments(CheckpointError, "skip")
   def diff(
     self,
     target: object,
@@ -390,7 +390,7 @@ class Checkpointer:
     as_numpy: bool = False,
   ) -> Any: ...
 
-  @check_arguments(CheckpointError)
+  @check_arguments(CheckpointError, "skip")
   def restore(
     self,
     target: object = None,
@@ -705,7 +705,7 @@ class Checkpointer:
           older = multihost.decided(functools.partial(self._catalog.older, number))
         if not older:
           raise
-        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
+        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=4)
         number = older.pop()
       else:
         self.restored, self._restored_step = record, number

@@ -21,6 +21,7 @@ from nnx_parallel.checkpoint import array_io, encoding
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.checked import fits
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import Shown
@@ -428,7 +429,7 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
     raise CheckpointError(
       f"{argument}={names!r} is one text, not a list of names.", fix=f"pass {argument}=[{names!r}]."
     )
-  if not isinstance(names, Iterable):  # a filter of nnx  # pyright: ignore[reportUnnecessaryIsInstance]
+  if not fits(names, Iterable[str]):  # a filter of nnx
     raise CheckpointError(
       f"{argument}={names!r} is not a list of names.",
       fix="only=nnx.Not(...) leaves out the leaves that a filter chooses.",
