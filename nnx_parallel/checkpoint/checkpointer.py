@@ -305,7 +305,7 @@ class Checkpointer:
     with multihost.together():
       return self._steps.manifest(number)
 
-  @check_arguments(CheckpointError)
+  @check_arguments(CheckpointError, "skip")
   def diff(
     self,
     target: object,
@@ -345,7 +345,7 @@ class Checkpointer:
     self, target: object = None, step: int | str | None = None, **options: Unpack[_Options]
   ) -> Any: ...
 
-  @check_arguments(CheckpointError)
+  @check_arguments(CheckpointError, "skip")
   def restore(
     self,
     target: object = None,
@@ -613,7 +613,7 @@ class Checkpointer:
           older = multihost.decided(functools.partial(self._steps.older, number))
         if not older:
           raise
-        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
+        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=4)
         number = older.pop()
       else:
         self.restored, self._restored_step = record, number

@@ -47,7 +47,7 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
            In a jit of your own: p[...] = jax.lax.with_sharding_constraint(x, plan[path].sharding).
   """
   check_plan(plan, "check_layout(model, plan, optimizer=optimizer)")
-  if not isinstance(model, nnx.Pytree):
+  if not isinstance(model, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise PlanError(
       f"check_layout needs a live module, and got {with_article(type(model).__name__)}.",
       fix="check_layout(model, plan, optimizer=optimizer)",

@@ -65,6 +65,9 @@ class Sampling:
 
     Returns:
       int32 tokens `(batch,)`.
+
+    Raises:
+      DecodeError: the shapes do not fit.
     """
     if logits.ndim != 2 or (self.temperature and keys.shape[:1] != logits.shape[:1]):
       raise DecodeError(

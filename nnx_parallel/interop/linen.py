@@ -38,6 +38,9 @@ def linen_names(model: object) -> WeightMap:
   Returns:
     A weight map for `import_linen`, `export_linen`, `restore_orbax` and `Checkpointer.restore`.
 
+  Raises:
+    CheckpointError: it is neither a module nor a plan.
+
   Example:
     >>> names = linen_names(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
     >>> sorted(rule.file for rule in names.rules)

@@ -471,7 +471,10 @@ def load_weight_map(file: str) -> WeightMap:
   try:
     found = runpy.run_path(file).get("WEIGHT_MAP")
   except (OSError, ImportError) as error:
-    raise CheckpointError(f"cannot read the weight map {file!r}: {error}.", fix="check the path.") from error
+    raise CheckpointError(
+      f"cannot read the weight map {file}: {getattr(error, 'strerror', None) or error}.",
+      fix="check the path.",
+    ) from error
   if not isinstance(found, WeightMap):
     raise CheckpointError(
       f"{file} defines no WEIGHT_MAP.",

@@ -171,7 +171,7 @@ class LayersUsed:
     return "\n".join([*lines, *(f"  not scanned: {line}" for line in reasons)]) or "as written"
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, "remat")
 def with_layers(
   loss: LossFn,
   *,

@@ -248,7 +248,7 @@ class Plan(PlanTable, Generic[R]):
     Returns:
       Whether there was a reason to warn.
     """
-    return audit.warn_replicated(self, stacklevel=stacklevel + 1)
+    return audit.warn_replicated(self, stacklevel=stacklevel + 2)  # `check_arguments` has a frame
 
   @check_arguments(PlanError)
   def diff(self, other: Plan[Any]) -> PlanDiff:

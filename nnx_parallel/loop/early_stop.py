@@ -11,7 +11,7 @@ from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, "mode")
 @dataclasses.dataclass
 class EarlyStop:
   """Ends a run when a metric has not improved for a while.

@@ -37,6 +37,9 @@ class MetricsLog:
     path: the file.
     earlier: the new path of an earlier run's file, if there was one.
 
+  Raises:
+    TrainError: the file cannot be written.
+
   Example:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -77,6 +80,9 @@ class MetricsLog:
     Args:
       step: the step's number.
       values: the values by name. A number that is not finite is written as null, and an array as a list.
+
+    Raises:
+      TrainError: a value is no number, text or list of them.
     """
     try:
       line = _line({"step": step, **values})

@@ -186,6 +186,9 @@ class CompileReport(Paged):
     Returns:
       A dict: the values of these fields as text -> bytes.
 
+    Raises:
+      ReportError: there is no such field.
+
     Example:
       >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
       >>> x = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(nxp.make_mesh(data=8), jax.P("data")))

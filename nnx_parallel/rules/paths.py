@@ -95,6 +95,9 @@ class PathRules:
 
     Returns:
       The rule, with its `.pattern` and `.names`.
+
+    Raises:
+      ShardingError: it is no path.
     """
     if not isinstance(path, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise ShardingError(f"{path!r:.60} is no path.", fix='rules.match(("blocks", 0, "kernel"))')

@@ -107,15 +107,6 @@ def _check_specs(name: str, specs: PyTree) -> None:
     )
 
 
-def _check_product(x: jax.Array, w: jax.Array) -> None:
-  if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
-    raise SchemeError(
-      "the last dim of x and the first of w are not the same features.",
-      details=f"x {x.shape}, w {w.shape}",
-      fix="x of shape (..., rows, features) and w of shape (features, columns), of each device.",
-    )
-
-
 def _specs(plan: Plan, x: PyTree) -> PyTree:
   """The specs of an argument."""
   if not isinstance(x, nnx.Module | nnx.Optimizer):

@@ -199,6 +199,9 @@ def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1
   Returns:
     The bias for the next step.
 
+  Raises:
+    SchemeError: the bias and the load have other shapes.
+
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
     >>> nxp.parallel.balanced_bias(jnp.zeros(3), jnp.array([5, 2, 2]), 0.5).tolist()

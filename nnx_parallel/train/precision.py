@@ -187,7 +187,7 @@ class Precision:
         f"training {self.parameters} parameters without float32 masters loses updates below 1/512 of a"
         " parameter. Fix: Precision.bfloat16_parameters(masters=True)",
         NnxParallelWarning,
-        stacklevel=2,
+        stacklevel=3,
       )
     if self.loss_scale:
       return with_loss_scale(tx)
@@ -196,7 +196,7 @@ class Precision:
         "float16 without a loss scale loses gradients below 6e-8."
         " Fix: Precision.float16(), or loss_scale=True",
         NnxParallelWarning,
-        stacklevel=2,
+        stacklevel=3,
       )
     return tx
 
