@@ -66,9 +66,8 @@ def start_save(
 ) -> Callable[[float], None]:
   """Starts writing arrays, by item and folder; the returned function waits, and raises the write's error.
 
-  Each wait takes at most `seconds`, and may be repeated after a `TimeoutError`. If one process cannot write,
-  Orbax makes the others wait up to twenty minutes for it: see `Block.wait_for`. In the background, all arrays
-  are copied off the devices before this returns; otherwise the copies at a time stay within the budget.
+  Each wait takes at most `seconds`, and may be repeated after a `TimeoutError` (see `Block.wait_for`). In the
+  background, all arrays are copied off the devices first; else the copies at a time stay within the budget.
   """
   _let_orbax_write_checksums()
   context = ocp.Context()

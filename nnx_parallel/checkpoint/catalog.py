@@ -119,10 +119,7 @@ class Catalog(Storage):
     return self.retention.best_of(self.headers())
 
   def delete_old(self, saved: int) -> None:
-    """Deletes the steps that need not be kept, and this package's that were set aside; never a damaged step.
-
-    A failure is a warning: it undoes no save.
-    """
+    """Deletes steps that need not be kept or were set aside, never damaged ones; a failure is a warning."""
     if self.retention.keep is None:
       return
     why = "the old steps could not be listed"
@@ -136,10 +133,7 @@ class Catalog(Storage):
       warnings.warn(f"step {saved} is saved, but {why}: {error}", stacklevel=2)
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
-    """The number of the step that a number, `"latest"` (also None) or `"best"` means.
-
-    The latest may be damaged, or have no manifest; reading it raises.
-    """
+    """The step that a number, `"latest"` (also None) or `"best"` means; reading the latest may raise."""
     if step is None or step == "latest":
       steps = self.steps()
       number = max([*steps, *self.unrecognised_steps()]) if steps else None
@@ -169,10 +163,7 @@ class Catalog(Storage):
     raise CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
 
   def make_place(self, step: int, *, resumed: int | None, overwrite: bool) -> None:
-    """Checks that a step can be saved; sets the steps aside that a run left behind.
-
-    `resumed` is the step that the run resumed from, if it has saved no step since.
-    """
+    """Checks that a step can be saved; sets aside the steps that a run resumed from `resumed` left."""
     if resumed is not None and (aside := self.set_aside(resumed)):
       why = f"the run continues from step {resumed}, so the later steps {aside} in {self.directory} were"
       warnings.warn(f"{why} set aside (as N.nnx-aside).", NnxParallelWarning, stacklevel=2)

@@ -462,10 +462,8 @@ class Checkpointer:
   def _run(
     self, step: int, make: Callable[[], save.Request], started: concurrent.futures.Future[bool]
   ) -> None:
-    """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin.
-
-    On a thread: Orbax, interrupted while it starts, would leave threads that collide with the next save.
-    """
+    """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin."""
+    # On a thread: Orbax, interrupted while it starts, would leave threads that collide with the next save.
     friendly = functools.partial(friendly_errors, f"save step {step}", self.directory)
     is_first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -545,10 +543,7 @@ class Checkpointer:
     return targets.as_saved(record, item)
 
   def _fill(self, step: int, look: Callable[[], Manifest], fill: Fill) -> tuple[Manifest, PyTree]:
-    """Restores a step into a target, in two rendezvous.
-
-    A `VanishedError` says that another process removed or replaced the step meanwhile.
-    """
+    """Restores a step, in two rendezvous; a `VanishedError` if another process removed or replaced it."""
     found = self._steps.identity(step)
     try:
       with multihost.together() as block:

@@ -115,12 +115,10 @@ class LeafPair:
 class Diff(Shown):
   """The differences between a checkpoint and a target, and the bytes that a restore would read.
 
-  `matches` fit. `missing` are leaves of the target only, with the nearest saved name of the same shape,
-  `extra` those of the checkpoint only; `reshaped` have another logical shape, `retyped` another dtype, or one
-  that jax cannot make now. `skipped` were left out by name; `misspelt` are names that match no leaf, with the
-  nearest. `values` are the saved JSON values that fill the target's. `bytes_read` are those of this process's
-  shards (chunks are always read in full), `device_bytes` the most on a device after the restore, and
-  `host_bytes` the most host memory during the restore.
+  `missing` are leaves of the target only, with the nearest saved name of the same shape, `extra` those of the
+  checkpoint only; `misspelt` are names that match no leaf. `values` are the saved JSON values that fill the
+  target's. `bytes_read` are those of this process's shards (chunks are read in full), `device_bytes` the most
+  on a device after the restore, and `host_bytes` the most host memory during it.
   """
 
   step: int

@@ -269,10 +269,9 @@ def _chosen(tree: PyTree, leaves: Leaves, choose: Any) -> Leaves:
 
 
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
-  """The leaves of a tree by path as text, and a function that puts values in their place.
+  """The leaves of a tree by path as text, each Variable once, and a function that puts values in their place.
 
-  A Variable that occurs twice is a leaf at its first path only. The function takes new values of some or all
-  leaves; it fills Variables in place, and copies the containers of other leaves.
+  It takes new values of some or all leaves, fills Variables in place, and copies the containers of others.
   """
   try:
     rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)

@@ -45,6 +45,10 @@ def register(commands: options.Commands) -> None:
     " index when there are several files. The config.json of a --weight-map FOLDER is copied into it.",
   )
   export.set_defaults(zero=0, offload=False)
+  _register_others(commands)
+
+
+def _register_others(commands: options.Commands) -> None:
   options.add_command(
     commands,
     "import",

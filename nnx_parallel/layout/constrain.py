@@ -233,10 +233,9 @@ def axes_of_maps() -> frozenset[str]:
 
 
 def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
-  """The axes that a `jax.shard_map` over some other axes of the mesh must be manual over too.
+  """The axes of `mapped_axes`: a `jax.shard_map` over other axes must be manual over them too.
 
-  They are the axes of `mapped_axes`: the rule for `vmap` splits the arrays of a `shard_map` over them. They
-  are empty on an Explicit mesh, where the rule follows the types.
+  The rule for `vmap` splits the arrays of a `shard_map` over them; on an Explicit mesh it follows the types.
   """
   return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else axes_of_maps()
 
@@ -359,10 +358,7 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
 
 
 def split_positions(x: jax.Array) -> jax.Array:
-  """An activation of examples, positions and features, laid out by the rules for `batch` and `seq`.
-
-  Unchanged without a rule for `seq`, and where the axes do not divide its dims.
-  """
+  """An activation of examples, positions and features, laid out by rules for `batch` and `seq`, if any."""
   scope: Scope | None = _SCOPE.value
   over = axes_of_positions()
   if not over or scope is None or scope.mesh is None or jax.numpy.ndim(x) != 3:

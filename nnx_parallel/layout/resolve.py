@@ -252,16 +252,8 @@ def add_axes(
 
   All axes go to the largest free dim that they divide. If they divide no free dim, they go to the dim with
   the largest remaining size, behind its own axes. If all axes jointly divide no dim, the largest subset that
-  divides a dim is placed first, then the rest in the same way.
-
-  Args:
-    spec: the spec so far; entries of None are free dims.
-    shape: global shape in elements, as stored.
-    axes: mesh axes to add, major to minor; axes that `spec` already has are left out.
-    mesh: mesh axis name -> size in devices.
-    rows: the dim of a look-up table's rows, which is tried first.
-    whole: dims that are not split.
-    pad: pad a dim rather than leave some of the axes out.
+  divides a dim is placed first, then the rest in the same way; `pad` pads a dim instead. `rows` is the dim
+  of a look-up table's rows, which is tried first, and `whole` are dims that are not split.
   """
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
   added: list[tuple[Candidate, int]] = []

@@ -165,10 +165,7 @@ def _update(optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[st
 
 
 def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool:
-  """Whether state on an Explicit mesh is sharded unlike its parameter (ZeRO), to which optax adds it.
-
-  The state of `parallel.per_matrix` is, too.
-  """
+  """Whether state on an Explicit mesh is sharded unlike its parameter (ZeRO, `parallel.per_matrix`)."""
   params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
   if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
     return False

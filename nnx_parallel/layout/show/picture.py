@@ -35,10 +35,7 @@ def elements(leaf: LeafPlan, dim: int, shard: int) -> str:
 
 
 def draw_blocks(leaf: LeafPlan) -> str:
-  """Draws an array's blocks: the last split dim runs to the right, other split dims run downwards.
-
-  See `Plan.picture`.
-  """
+  """Draws an array's blocks: the last split dim runs to the right, other split dims run downwards."""
   wide = [dim for dim, count in enumerate(leaf.shards) if count > 1]
   down, right = wide[:-1], wide[-1:]
   ids = holders(leaf).reshape(math.prod(leaf.shards[dim] for dim in down), -1, leaf.copies)
