@@ -84,7 +84,7 @@ def create_sharded_model(
 ) -> Any: ...
 
 
-@check_arguments(PlanError)
+@check_arguments(PlanError, "compile")
 def create_sharded_model(
   init: Callable[[], nnx.Module] | Plan,
   mesh: AnyMesh | None = None,
