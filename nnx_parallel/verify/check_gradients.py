@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ DIRECTIONS = range(1, 2**15)
 _BY_DEVICE = "by each device on its own"
 
 
-@check_arguments(TrainError, directions=DIRECTIONS, tries=0)
+@check_arguments(TrainError, "model", "loss_fn", directions=DIRECTIONS, tries=0)
 def check_gradients(
   model: Model,
   batch: PyTree,
@@ -127,6 +127,10 @@ def coarsest_dtype(
 
 def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
+  if isinstance(loss_fn, Mapping):
+    raise TrainError(
+      "a check takes one loss function.", fix="step.check_gradients(models, optimizers, batch), for several."
+    )
   binding, options = Binding({"model": model}), StepOptions(loss_fn)
   with own_mesh(binding.mesh):
     places = places_of_loss(binding, loss_fn, batch, options)
