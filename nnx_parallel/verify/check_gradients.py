@@ -111,8 +111,8 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
-  check_arrays(TrainError, "batch", batch)
   loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
+  check_arrays(TrainError, "batch", batch)
   return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
