@@ -221,7 +221,7 @@ def fits(value: object, kind: Any) -> bool:
     return isinstance(value, nnx.Pytree)
   if not isinstance(value, own):
     return False
-  several = issubclass(own, _SEVERAL) and own is not str
+  several = issubclass(own, _SEVERAL) and own not in (str, bytes)
   if several and isinstance(value, str | bytes | io.IOBase):
     return False
   return _items_fit(value, own, args)

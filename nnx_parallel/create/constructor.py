@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, is_explicit, no_mesh, use_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, merge, value_of
@@ -83,7 +84,7 @@ def create_sharded_model(
 ) -> Any: ...
 
 
-@check_arguments(PlanError)
+@check_arguments(PlanError, "compile")
 def create_sharded_model(
   init: Callable[[], nnx.Module] | Plan,
   mesh: AnyMesh | None = None,
@@ -159,7 +160,7 @@ def construct(
 
   `traces` are of this plan, just made; they are cleared. None traces the constructor again.
   """
-  if compile not in COMPILE:
+  if not is_one_of(compile, COMPILE):
     raise PlanError(f"compile={compile!r} is not a way to create.", fix=f"one of {', '.join(COMPILE)}.")
   # Explicit axes would put the sharding into the types of every intermediate of the initializers, which
   # are then replicated (measured: 22 times the temporaries). The same devices with Auto axes do not,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ DIRECTIONS = range(1, 2**15)
 """How many directions a check may have: the numbers of twice as many are the seeds of one check."""
 
 
-@check_arguments(TrainError, directions=DIRECTIONS)
+@check_arguments(TrainError, "model", "loss_fn", directions=DIRECTIONS)
 def check_gradients(
   model: Model,
   batch: PyTree,
@@ -102,8 +102,8 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
-  check_arrays(TrainError, "batch", batch)
   loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
+  check_arrays(TrainError, "batch", batch)
   return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
 
 
@@ -118,6 +118,10 @@ def coarsest_dtype(
 
 def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
+  if isinstance(loss_fn, Mapping):
+    raise TrainError(
+      "a check takes one loss function.", fix="step.check_gradients(models, optimizers, batch), for several."
+    )
   binding, options = Binding({"model": model}), StepOptions(loss_fn)
   with own_mesh(binding.mesh):
     places = places_of_loss(binding, loss_fn, batch, options)

@@ -113,7 +113,7 @@ class StepCheck(Shown):
     return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{summary}"
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, "other", "loss_fn")
 @no_mesh()
 def check_step(
   plan: nxp.Plan,

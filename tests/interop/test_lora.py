@@ -162,7 +162,7 @@ def test_errors():
   stacked = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(nnx.Rngs(0).split(3))
   with pytest.raises(CheckpointError, match=r"not a single layer: its kernel has the shape \(3, 8, 8\)"):
     add_lora(stacked, "*", rank=2, rngs=nnx.Rngs(0))
-  with pytest.raises(CheckpointError, match="rank=0 is not a rank"):
+  with pytest.raises(CheckpointError, match="rank=0"):
     add_lora(base_init(), "*.down", rank=0, rngs=nnx.Rngs(0))
 
 

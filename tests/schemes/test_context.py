@@ -398,9 +398,9 @@ def test_options_and_meshes_that_are_none_are_refused():
     nxp.parallel.zigzag(ids, 2, dim=0, segment_ids=ids)
   with pytest.raises(SchemeError, match="block=0 is not a number from 1 up"):
     nxp.parallel.zigzag(ids, 2, segment_ids=ids, block=0)
-  with pytest.raises(SchemeError, match=r"shards=2\.5 is not"):
+  with pytest.raises(SchemeError, match=r"shards=2\.5"):
     nxp.parallel.zigzag(ids, 2.5)
-  with pytest.raises(SchemeError, match="block='a' is not"):
+  with pytest.raises(SchemeError, match="block='a'"):
     nxp.parallel.zigzag(ids, 2, segment_ids=ids, block="a")
   x = jnp.ones((1, 24, 1, 4))
   with pytest.raises(SchemeError, match="zigzag=True and positions= both"):

@@ -215,9 +215,9 @@ def test_a_lasting_failure_shows_when_asked():
 
 
 def test_bad_arguments():
-  with pytest.raises(nxp.errors.TrainError, match=r"decay=1 is not a weight of the past"):
+  with pytest.raises(nxp.errors.TrainError, match=r"decay=1.0 is not a weight of the past"):
     nxp.with_ema(optax.sgd(0.1), 1)
-  with pytest.raises(nxp.errors.TrainError, match="max_consecutive=-1 is negative"):
+  with pytest.raises(nxp.errors.TrainError, match="max_consecutive=-1"):
     nxp.skip_nonfinite(optax.sgd(0.1), -1)
   tx = nxp.with_masters(optax.sgd(0.1))
   state = tx.init({"a": jnp.ones(2)})
