@@ -26,7 +26,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (2 minutes)
-	@$(bin)/nnx-parallel demo
+	@$(bin)/python tools/demo.py
 
 test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (ten minutes)
 	@$(pytest) --first $(PYTEST_ARGS)

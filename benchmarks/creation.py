@@ -28,7 +28,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks.harness import Record
-from nnx_parallel.create.slicing import assemble
+from nnx_parallel.create import slices
 
 WIDTH = 256
 WIDE = 1024
@@ -148,7 +148,7 @@ def child(way: str, depth: int, width: int, axes: str) -> None:
   # Some tens of MB of compiler are read into memory by the first program, whatever it is.
   jax.block_until_ready(jax.jit(lambda key: jax.random.normal(key, (8, 8)))(jax.random.key(0)))
   constructor, execution = Stopwatch(), Stopwatch()
-  assemble.run_slices = execution.around(assemble.run_slices)
+  slices.run_slices = execution.around(slices.run_slices)
   before, compiling[:] = peak_bytes(), []
   began, worked = time.perf_counter(), time.process_time()
   model = WAYS[way](constructor.around(lambda: build(depth, width)), mesh)

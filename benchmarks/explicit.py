@@ -7,6 +7,7 @@ results there. A step of the toolkit computes such a model on Auto axes.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -83,6 +84,9 @@ class Images(nnx.Module):
     return self.head(self.drop(x.mean((1, 2))))
 
 
+RELU_EXPERTS = functools.partial(nxp.parallel.mlp_experts, activation=nnx.relu)
+
+
 class Experts(nnx.Module):
   """A layer of experts between stock layers."""
 
@@ -98,12 +102,8 @@ class Experts(nnx.Module):
   def __call__(self, tokens: jax.Array) -> jax.Array:
     x = self.embed(tokens)
     weights = {"up": self.up[...], "down": self.down[...]}
-    y, _ = nxp.parallel.experts(of_expert, weights, x, nxp.parallel.route(self.router(x), 2), capacity=4.0)
+    y, _ = nxp.parallel.experts(RELU_EXPERTS, weights, x, nxp.parallel.route(self.router(x), 2), capacity=4.0)
     return self.head(x + y)
-
-
-def of_expert(weights: Any, x: jax.Array) -> jax.Array:
-  return nnx.relu(x @ weights["up"]) @ weights["down"]
 
 
 class OfLinen(nn.Module):

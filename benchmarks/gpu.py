@@ -211,9 +211,8 @@ def attention(length: int, rounds: int) -> Found:
   return Found(timed(calls, rounds), values)
 
 
-def ragged(expert: Any, parameters: Any, x: jax.Array, routing: nxp.parallel.Routing) -> tuple[Any, int]:
+def ragged(_: Any, parameters: Any, x: jax.Array, routing: nxp.parallel.Routing) -> tuple[Any, int]:
   """The layer as a person writes it for one device: tokens sorted by expert, products of groups."""
-  del expert
   count, top_k = parameters["gate"].shape[0], routing.experts.shape[1]
   order = jnp.argsort(routing.experts.reshape(-1))
   sizes = jnp.bincount(routing.experts.reshape(-1), length=count).astype(jnp.int32)

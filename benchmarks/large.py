@@ -60,11 +60,6 @@ MIXTURE_RULES = [
 ]
 
 
-def expert(p: Mapping[str, jax.Array], rows: jax.Array) -> jax.Array:
-  """SwiGLU of one expert."""
-  return (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
-
-
 class Experts(NamedTuple):
   """The sizes of a mixture of experts.
 
@@ -103,7 +98,7 @@ class Mixture(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     routing = nxp.parallel.route(self.router(x.astype(jnp.float32)), self.choices)
     weights = {name: getattr(self, name)[...].astype(x.dtype) for name in ("gate", "up", "down")}
-    y, _ = nxp.parallel.experts(expert, weights, x, routing)
+    y, _ = nxp.parallel.experts(nxp.parallel.mlp_experts, weights, x, routing)
     return y.astype(x.dtype) + (0 if self.shared is None else self.shared(x))
 
 

@@ -87,12 +87,8 @@ class Experts(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     weights = {"gate": self.gate, "up": self.up, "down": self.down}
-    return nxp.parallel.experts(expert, weights, x, nxp.parallel.route(self.router(x), 2))[0]
-
-
-def expert(p: Any, rows: Any) -> Any:
-  """One gated expert."""
-  return (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
+    routing = nxp.parallel.route(self.router(x), 2)
+    return nxp.parallel.experts(nxp.parallel.mlp_experts, weights, x, routing)[0]
 
 
 def init(sparse: bool) -> text_lm.TextLM:

@@ -77,7 +77,7 @@ def main():
   def predicted(samples):
     for batch in labelled(samples):
       found = {"pixels": batch["pixels"], "logits": predict(teacher, batch["pixels"])}
-      yield nxp.parallel.send(found, plans["student"]).value
+      yield nxp.parallel.send(found, plans["student"])
 
   def train(name, loss_fn, model, optimizer, batches, steps):
     with nxp.Checkpointer(f"{args.checkpoint}/{name}", max_to_keep=2) as saved:

@@ -7,6 +7,7 @@ During the training, the largest load of an expert falls towards 512 tokens, whi
 """
 
 import argparse
+import functools
 import math
 from pydoc_data.topics import topics  # the text: the manual that comes with Python
 
@@ -22,9 +23,7 @@ TEXT = np.frombuffer("\n".join(topics.values()).encode(), np.uint8)
 WIDTH, HIDDEN, EXPERTS, DEPTH, LENGTH, BATCH = 64, 128, 8, 2, 64, 32
 
 
-def expert(p, rows):
-  """One expert, on the tokens that were sent to it."""
-  return nnx.gelu(rows @ p["up"]) @ p["down"]
+gelu_experts = functools.partial(nxp.parallel.mlp_experts, activation=nnx.gelu)
 
 
 class Experts(nnx.Module):
@@ -40,7 +39,7 @@ class Experts(nnx.Module):
     routing = nxp.parallel.route(self.router(x), 2, score="sigmoid", bias=self.bias[...])
     self.bias[...] = nxp.parallel.balanced_bias(self.bias[...], routing.load, 0.02)
     self.load[...] = routing.load
-    return nxp.parallel.experts(expert, {"up": self.up, "down": self.down}, x, routing)[0]
+    return nxp.parallel.experts(gelu_experts, {"up": self.up, "down": self.down}, x, routing)[0]
 
 
 class LanguageModel(nnx.Module):

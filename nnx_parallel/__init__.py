@@ -22,11 +22,11 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.bringup import init_distributed
   from nnx_parallel.hosts.data import batches, shard_batch
+  from nnx_parallel.infer.rules import infer_rules
   from nnx_parallel.layers.layers import with_layers
   from nnx_parallel.layers.pipeline import Pipeline
   from nnx_parallel.layers.remat import Remat
   from nnx_parallel.layout.constrain import constrain, use_rules
-  from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
   from nnx_parallel.layout.plan import Plan
   from nnx_parallel.layout.planning import plan

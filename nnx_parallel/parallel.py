@@ -3,17 +3,16 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.hosts.send import Sent, send
+  from nnx_parallel.hosts.send import send
   from nnx_parallel.layers.attention.call import attention
   from nnx_parallel.layers.pipeline import Schedule
   from nnx_parallel.schemes.collectives import (
-    all_gather_matmul,
     gather_parameters,
     map_kernel,
     map_shards,
-    matmul_reduce_scatter,
   )
   from nnx_parallel.schemes.context import context_attention
+  from nnx_parallel.schemes.expert_functions import mlp_experts, ragged_dot
   from nnx_parallel.schemes.experts import experts
   from nnx_parallel.schemes.per_matrix import per_matrix
   from nnx_parallel.schemes.pipeline import pipeline
@@ -27,8 +26,6 @@ with epy.lazy_api_imports(globals()):
 __all__ = [
   "Routing",
   "Schedule",
-  "Sent",
-  "all_gather_matmul",
   "attention",
   "auto_axes",
   "balanced_bias",
@@ -39,9 +36,10 @@ __all__ = [
   "gather_parameters",
   "map_kernel",
   "map_shards",
-  "matmul_reduce_scatter",
+  "mlp_experts",
   "per_matrix",
   "pipeline",
+  "ragged_dot",
   "route",
   "send",
   "vocabulary_cross_entropy",

@@ -13,12 +13,16 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.types import LossFn
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.layout.show.diff import assert_golden_plan
 from nnx_parallel.train.losses import wide
+from nnx_parallel.train.step import bind_keywords
 
 __all__ = [
   "GradientNorms",
@@ -44,6 +48,7 @@ class GradientNorms(NamedTuple):
   norms: Any
 
 
+@check_arguments(PlanError)
 def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """Keeps the norm of each gradient that the optimizer gets, so that `run_training` can read it.
 
@@ -102,6 +107,7 @@ class Training:
   history: dict[str, np.ndarray[Any, Any]]
 
 
+@check_arguments(PlanError)
 @no_mesh()
 def run_training(
   plan: nxp.Plan,
@@ -119,7 +125,7 @@ def run_training(
     batches: host batches, one for each step.
     start: a live model and its optimizer to start from, of the same module. They are copied into the layout
       of the plan, which saves the compilation of a creation. None creates them from the plan.
-    **options: arguments of `train_step`.
+    **options: arguments of `train_step`, and keyword arguments of the loss function.
 
   Returns:
     The losses, and the gradient norms.
@@ -137,11 +143,13 @@ def run_training(
     >>> len(run.losses), sorted(run.norms)
     (2, ['bias', 'kernel'])
   """
+  check_plan(plan, "run_training(plan, loss_fn, batches)")
   if plan.tx is None:
     raise nxp.errors.PlanError(
       "a plan without an optimizer cannot be trained.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))",
     )
+  loss_fn = bind_keywords(loss_fn, options)
   if start is None:
     model, optimizer = nxp.create_sharded_model(plan)
   else:
@@ -168,6 +176,7 @@ def run_training(
   return Training(np.array(losses), norms, by_path)
 
 
+@check_arguments(PlanError, "plans")
 def assert_same_training(
   loss_fn: LossFn,
   plans: Mapping[str, nxp.Plan],
@@ -188,8 +197,8 @@ def assert_same_training(
     batches: host batches, one for each step.
     rtol: the relative tolerance. A gradient that is zero except for rounding is compared relative to all
       gradients.
-    **options: arguments of the `train_step` of the plans. The single device computes full batches without
-      them.
+    **options: arguments of the `train_step` of the plans, without which the single device computes full
+      batches; and keyword arguments of the loss function.
 
   Returns:
     A dict: name -> result. The single-device run has the name `"one device"`.
@@ -218,9 +227,12 @@ def assert_same_training(
       details=f"given a value of type {type(plans).__name__}, and {len(data)} batches",
       fix='assert_same_training(loss_fn, {"fsdp": plan}, batches)',
     )
+  for plan in plans.values():
+    check_plan(plan, "assert_same_training(loss_fn, plans, batches)")
   first = next(iter(plans.values()))
   alone = nxp.make_mesh(dict.fromkeys(map(str, first.mesh.axis_names), 1), devices=jax.devices()[:1])
   reference = nxp.plan(first.init, alone, first.rules, optimizer=first.tx, wrt=first.wrt)
+  loss_fn = bind_keywords(loss_fn, options)
   runs = {"one device": run_training(reference, loss_fn, data)}
   for name, plan in plans.items():
     runs[name] = run_training(plan, loss_fn, data, **options)

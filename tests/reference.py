@@ -19,6 +19,7 @@ rest: each argument, what is returned, what is raised, and an example that runs.
 SECTIONS = {
   "core": "Meshes",
   "rules": "Declare",
+  "infer": "Propose rules",
   "layout": "Plan",
   "create": "Create",
   "layers": "Layers",

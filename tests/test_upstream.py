@@ -57,7 +57,7 @@ X = np.ones((4, 4), np.float32)
 
 
 def test_the_context_of_an_equation_has_the_known_fields():
-  """`create/slicing/cut.py` compares these to find equal programs: a new field must join the comparison."""
+  """`create/slices.py` compares these to find equal programs: a new field must join the comparison."""
   (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
   known = {"compute_type", "threefry_partitionable", "xla_metadata", "cur_abstract_mesh", "configs"}
   known |= {"remove_size_one_mesh_axis"} | (set() if OLD else {"cur_layout_mode", "no_collectives"})
@@ -85,7 +85,7 @@ def plus_one(custom):
   ],
 )
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `layers/layers.py` look into calls.
+  """`core/jaxprs.py`, `infer/classes.py`, `create/slices.py` and `layers/layers.py` look into calls.
 
   `verify/subject.py` knows custom rules by this name, and names their functions to the user.
   """
@@ -138,7 +138,7 @@ def test_a_convolution_says_how_it_is_grouped():
   reason="the operation is another one",
 )
 def test_custom_derivatives_are_the_known_parameters():
-  """`create/slicing/cut.py` leaves them out when it compares programs: each trace has others."""
+  """`create/slices.py` leaves them out when it compares programs: each trace has others."""
   found = equations(plus_one(jax.custom_vjp), X)["custom_vjp_call"].params
   assert {"fwd_jaxpr_thunk", "bwd"} <= set(found)
   assert "jvp_jaxpr_fun" in equations(plus_one(jax.custom_jvp), X)["custom_jvp_call"].params
@@ -194,7 +194,7 @@ def test_an_operation_can_be_run_as_if_from_its_own_line():
   ],
 )  # fmt: skip
 def test_operations_name_their_dims_under_known_parameters(name, known, function):
-  """`core/flow.py` follows the axes of arrays by them; `layout/dims.py`, `report/memory.py`."""
+  """`core/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
   assert known <= set(equations(function, X)[name].params)
 
 
@@ -302,7 +302,7 @@ def test_a_function_is_traced_once_for_each_type():
 
 
 def test_shards_tell_where_they_are():
-  """`train/donation.py` and `create/slicing/assemble.py` find arrays that share memory."""
+  """`train/donation.py` and `create/slices.py` find arrays that share memory."""
   array = jnp.ones(8)
   shard = array.addressable_shards[0].data
   assert shard.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
@@ -661,6 +661,14 @@ def test_the_parts_of_an_entropy_are_functions_with_names():
     if eqn.primitive.name.startswith("custom_jvp_call")
   ]
   assert names == ["_xlogx", "xlogy"]
+
+
+def test_a_grouped_product_is_mapped_only_over_all_operands():
+  """`schemes/expert_functions.py`: `ragged_dot` maps it over any of them, one element after the other."""
+  rows, weights, sizes = jnp.ones((2, 3, 4)), jnp.ones((2, 2, 4, 5)), jnp.array([[1, 2], [3, 0]])
+  assert jax.vmap(jax.lax.ragged_dot)(rows, weights, sizes).shape == (2, 3, 5)
+  with pytest.raises(NotImplementedError, match="ragged_dot vmap over any dim but 0 - NYI"):
+    jax.vmap(jax.lax.ragged_dot, (0, None, None))(rows, weights[0], sizes[0])
 
 
 def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():

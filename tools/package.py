@@ -117,7 +117,7 @@ def first_minutes(python: str | Path, wheel: Path, sdist: Path, folder: Path) ->
   step("finetune.py 20", python, examples / "finetune.py", "20", show=r"^step 20/20  loss [\d.]+")
   step("finetune.py 30", python, examples / "finetune.py", "30", show="^.*resumed from step 20")
   step("vision_transformer.py", python, examples / "vision_transformer.py", show=r"eval_accuracy [\d.]+")
-  step("nnx-parallel demo", bin / "nnx-parallel", "demo", show="^restored on .*")
+  step("make demo", python, ROOT / "tools/demo.py", show="^restored on .*")
 
 
 def main() -> None:

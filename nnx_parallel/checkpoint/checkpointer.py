@@ -20,6 +20,7 @@ from typing import Any, TypedDict, TypeVar, overload
 
 import jax
 import numpy as np
+from flax import nnx
 from typing_extensions import Unpack
 
 from nnx_parallel.checkpoint import encoding, lock, manifest, restore, save, targets
@@ -30,8 +31,9 @@ from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core import together as multihost
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
-from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError, DamagedError
 from nnx_parallel.layout.plan import Plan
@@ -98,6 +100,7 @@ class Checkpointer:
     [0. 1. 2. 3.] 3
   """
 
+  @check_arguments(CheckpointError)
   def __init__(
     self,
     directory: str | os.PathLike[str],
@@ -129,6 +132,7 @@ class Checkpointer:
   def __exit__(self, *_: object) -> None:
     self.close()
 
+  @check_arguments(CheckpointError, "step")
   def save(
     self,
     step: int,
@@ -171,6 +175,7 @@ class Checkpointer:
       self._require_open(f"save step {step}")
       made, started = concurrent.futures.Future[save.Request](), concurrent.futures.Future[bool]()
       try:
+        _check_objects(model, optimizer)
         roots = targets.saved_roots(model, optimizer, only)
         made.set_result(_request(as_step(step), roots, extra, metrics, plan, overwrite))
       except Exception as error:  # noqa: BLE001 (raised by the result, where the other processes hear of it)
@@ -208,6 +213,7 @@ class Checkpointer:
       if self._let_go is not None:
         self._let_go()
 
+  @check_arguments(CheckpointError)
   def prepare(self, model: object = None, optimizer: object = None, *, only: Only | None = None) -> list[int]:
     """Finds out before a run what its saves would find out. `fit` calls it.
 
@@ -285,6 +291,7 @@ class Checkpointer:
     """The step with the best metric, or None if no step has the metric."""
     return multihost.decided(self._steps.best)
 
+  @check_arguments(CheckpointError)
   def metadata(self, step: int | str | None = None) -> Manifest:
     """The contents of a step, without reading its arrays.
 
@@ -298,6 +305,7 @@ class Checkpointer:
     with multihost.together():
       return self._steps.manifest(number)
 
+  @check_arguments(CheckpointError, "skip")
   def diff(
     self,
     target: object,
@@ -336,6 +344,8 @@ class Checkpointer:
   def restore(
     self, target: object = None, step: int | str | None = None, **options: Unpack[_Options]
   ) -> Any: ...
+
+  @check_arguments(CheckpointError, "skip")
   def restore(
     self,
     target: object = None,
@@ -390,6 +400,7 @@ class Checkpointer:
         self._resumed = self._restored_step
       return result
 
+  @check_arguments(CheckpointError)
   def restore_extra(
     self, name: str, target: object = None, step: int | str | None = None, *, as_numpy: bool = False
   ) -> Any:
@@ -428,6 +439,7 @@ class Checkpointer:
 
       return self._fill(record.step, lambda: record, fill)[1]
 
+  @check_arguments(CheckpointError)
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Checks every value and file of a step. A folder without its manifest is a step too.
 
@@ -601,11 +613,21 @@ class Checkpointer:
           older = multihost.decided(functools.partial(self._steps.older, number))
         if not older:
           raise
-        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
+        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=4)
         number = older.pop()
       else:
         self.restored, self._restored_step = record, number
         return result
+
+
+def _check_objects(model: object, optimizer: object) -> None:
+  if isinstance(model, nnx.Optimizer) and isinstance(optimizer, nnx.Pytree):
+    raise CheckpointError("save got the optimizer before the model.", fix="save(step, model, optimizer)")
+  if parts_of_type((model, optimizer), nnx.GraphDef):
+    raise CheckpointError(
+      "save got an nnx.GraphDef, which holds no arrays.",
+      fix="save(step, model), or save(step, nnx.state(model)).",
+    )
 
 
 def _request(

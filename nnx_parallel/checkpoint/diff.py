@@ -19,10 +19,11 @@ from jax.typing import DTypeLike
 from nnx_parallel.checkpoint import array_io, encoding
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
+from nnx_parallel.core.checked import fits
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import Shown
+from nnx_parallel.create.relayout import is_on_host, layout_text
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.relayout import is_on_host, layout_text
 
 _MOST_ROWS, _MOST_LAYOUTS, _MOST_RENAMES = 12, 3, 6
 _NOTHING = ItemRecord({}, {})
@@ -367,7 +368,7 @@ def _shortest_renames(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 def _as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
   if isinstance(names, str):
     what, fix = f"{argument}={names!r} is one text, not a list of names.", f"pass {argument}=[{names!r}]."
-  elif not isinstance(names, Iterable):  # a filter of nnx  # pyright: ignore[reportUnnecessaryIsInstance]
+  elif not fits(names, Iterable[str]):  # a filter of nnx
     what = f"{argument}={names!r} is not a list of names."
     fix = "only=nnx.Not(...) leaves out the leaves that a filter chooses."
   elif not (found := tuple(names)) and argument == "only":

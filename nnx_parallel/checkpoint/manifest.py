@@ -77,23 +77,14 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest(Header):
-  """All facts about a checkpoint that can be read without its arrays.
+  """All facts about a checkpoint that can be read without its arrays."""
 
-  Attributes:
-    items: the trees, by name.
-    extra: JSON values saved with the trees, for example a data cursor.
-    plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.
-    versions: the versions of Python and the packages that wrote it.
-    files: the bytes of every other file of the step, by relative path.
-    format: of the step's folder.
-  """
-
-  items: Mapping[str, ItemRecord]
-  extra: Mapping[str, Json]
-  plan: Json
-  versions: Mapping[str, str]
-  files: Mapping[str, int]
-  format: int = FORMAT
+  items: Mapping[str, ItemRecord]  # the trees, by name
+  extra: Mapping[str, Json]  # JSON values saved with the trees, for example a data cursor
+  plan: Json  # the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it
+  versions: Mapping[str, str]  # the versions of Python and the packages that wrote it
+  files: Mapping[str, int]  # the bytes of every other file of the step, by relative path
+  format: int = FORMAT  # of the step's folder
 
   @property
   def nbytes(self) -> int:

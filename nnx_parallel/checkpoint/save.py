@@ -18,8 +18,8 @@ from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.core.nodes import kind_of, value_of
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.core.types import Leaf
+from nnx_parallel.create.relayout import layout_text, without_padding
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.relayout import layout_text, without_padding
 
 logger = logging.getLogger(__name__)
 Roots = Mapping[str, Mapping[str, Leaf]]

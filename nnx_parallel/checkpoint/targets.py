@@ -274,7 +274,13 @@ def flatten(tree: object) -> tuple[Leaves, Rebuild]:
   A Variable that occurs twice is a leaf at its first path only. The function takes new values of some or all
   leaves; it fills Variables in place, and copies the containers of other leaves.
   """
-  rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+  try:
+    rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+  except ValueError as error:
+    raise CheckpointError(
+      f"a checkpoint cannot hold this tree: {error}",
+      fix="keys of one type in each dict, all texts for example.",
+    ) from error
   leaves: Leaves = {}
   tables: list[tuple[Any, dict[str, tuple[Any, Any]]]] = []
   seen: set[int] = set()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from nnx_parallel.cli import checkpoints, compile, demo, launch, new, plan, search, train
+from nnx_parallel.cli import checkpoints, compile, launch, new, plan, search, train
 from nnx_parallel.errors import NnxParallelError
 
 OK, FAILED, INTERRUPTED, CUT_SHORT = 0, 1, 130, 141  # argparse ends with 2; options.NO is 3
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     number = "(not installed)"
   parser.add_argument("--version", action="version", version=f"%(prog)s {number}")
   commands = parser.add_subparsers(metavar="COMMAND", required=True)
-  for module in (plan, compile, search, train, launch, new, demo, checkpoints):
+  for module in (plan, compile, search, train, launch, new, checkpoints):
     module.register(commands)
   return parser
 

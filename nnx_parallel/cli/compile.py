@@ -7,7 +7,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
-from nnx_parallel.errors import RecipeError
 
 if TYPE_CHECKING:
   from nnx_parallel.loop.loader import Recipe
@@ -53,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
   start_compiler(sizes, topology, args.devices)
   plan = options.make_plan(args, recipe, nxp.abstract_mesh(sizes))
   parts = recipe.parts(args.microbatches)
-  step = nxp.train_step(loss_of(recipe), microbatches=parts, **options.step_options(args))
+  loss: Any = recipe.loss
+  step = nxp.train_step(loss, microbatches=parts, **options.step_options(args))
   batch = abstract_batch(recipe, args.batch)
   report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json()) if args.json else print_text(str(report))
@@ -81,23 +81,13 @@ def start_compiler(sizes: options.Sizes, topology: str, devices: int | None) -> 
     jax.config.update("jax_platforms", "cpu")
 
 
-def loss_of(recipe: Recipe) -> Any:
-  """The recipe's loss."""
-  if recipe.loss is None:
-    raise RecipeError(f"the recipe {recipe.name} has no loss().", fix="def loss(model, batch): ...")
-  return recipe.loss
-
-
 def abstract_batch(recipe: Recipe, examples: int | None) -> Any:
   """Shapes and dtypes of the recipe's first batch, with another number of examples where given."""
   import jax
   import numpy as np
 
-  if recipe.batches is None:
-    raise RecipeError(
-      f"the recipe {recipe.name} has no batches().", fix="def batches(start=0, *, split): ..."
-    )
-  first = next(iter(recipe.batches(0, split="train")))
+  batches: Any = recipe.batches
+  first = next(iter(batches(0, split="train")))
 
   def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     x = leaf if hasattr(leaf, "shape") else np.asarray(leaf)

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     args.usage_error("--restarts, --pause, --hang-after and --grace cannot be negative")
   command = command_of(words)
   again: list[str] = []
-  if is_training(command) and args.restarts:
+  if args.restarts and command[1:4] == ["-m", "nnx_parallel", "train"]:
     if "--checkpoint" not in " ".join(words):
       args.usage_error("--restarts continue from a checkpoint: add --checkpoint DIR --save-every N")
     again = resumed(command)
@@ -109,19 +109,9 @@ def command_of(words: Sequence[str]) -> list[str]:
 
 
 def resumed(command: Sequence[str]) -> list[str]:
-  """The command of a later attempt: it resumes from the newest step, whatever the first attempt's step.
-
-  Example:
-    >>> resumed(["train", "text_lm", "--resume", "40", "--steps", "50"])
-    ['train', 'text_lm', '--steps', '50', '--resume']
-  """
+  """The command of a later attempt: it resumes from the newest step, whatever the first attempt named."""
   kept = list(command)
   while (at := next((i for i, word in enumerate(kept) if re.match("--resume(=|$)", word)), None)) is not None:
     has_value = kept[at] == "--resume" and at + 1 < len(kept) and not kept[at + 1].startswith("-")
     del kept[at : at + 1 + has_value]
   return [*kept, "--resume"]
-
-
-def is_training(command: Sequence[str]) -> bool:
-  """Whether each process trains a recipe."""
-  return list(command[1:4]) == ["-m", "nnx_parallel", "train"]

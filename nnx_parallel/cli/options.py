@@ -48,14 +48,7 @@ def attention(text: str) -> str | int:
 
 
 def pipeline(text: str) -> Pipeline:
-  """An axis, and optionally the virtual stages of a circular schedule and the order, for argparse.
-
-  Example:
-    >>> pipeline("stage"), pipeline("stage:2").virtual_stages
-    (Pipeline(axis='stage', virtual_stages=1, order=None, recompute=True), 2)
-    >>> pipeline("stage:2:1f1b")
-    Pipeline(axis='stage', virtual_stages=2, order='1f1b', recompute=True)
-  """
+  """AXIS[:VIRTUAL_STAGES][:ORDER], for argparse."""
   from nnx_parallel.layers.pipeline import Order, Pipeline
 
   axis, *rest = text.split(":")
@@ -69,24 +62,8 @@ def pipeline(text: str) -> Pipeline:
     ) from error
 
 
-def format_pipeline(found: Pipeline) -> str:
-  """The inverse of `pipeline`."""
-  stages = f":{found.virtual_stages}" * (found.virtual_stages > 1)
-  return f"{found.axis}{stages}" + (f":{found.order}" if found.order is not None else "")
-
-
-def axis_or_pipeline(text: str) -> Pipeline | str:
-  """An axis (the search chooses the order), or a `pipeline`, for argparse."""
-  return pipeline(text) if ":" in text else text
-
-
 def parse_rules(text: str) -> Rules:
-  """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse.
-
-  Example:
-    >>> parse_rules("sequence=tensor,batch=data+fsdp")
-    {'sequence': ('tensor',), 'batch': ('data', 'fsdp')}
-  """
+  """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse."""
   rules: Rules = {}
   for part in text.split(","):
     name, _, axes = part.strip().partition("=")
@@ -97,83 +74,44 @@ def parse_rules(text: str) -> Rules:
 
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-  "recipe": {
-    "metavar": "RECIPE",
-    "help": "an embedded recipe (text_lm, digits), or a file (mine.py)",
-  },
+  "recipe": {"metavar": "RECIPE", "help": "an embedded recipe (text_lm, digits), or a file (mine.py)"},
   "directory": {"metavar": "DIR", "help": "the directory of the steps"},
   "path": {"metavar": "PATH", "help": "a .safetensors file, its index, or their folder"},
   "out": {"metavar": "OUT", "help": "the folder to write to; nothing is overwritten"},
-  "--mesh": {
-    "metavar": "AXIS=N,...",
-    "help": "devices along each axis; -1 takes the rest (default: the recipe's own mesh)",
-  },
-  "--devices": {
-    "type": int,
-    "metavar": "N",
-    "help": "simulate N CPU devices (default, without an accelerator: as many as the mesh has)",
-  },
-  "--rules": {
-    "type": parse_rules,
-    "default": {},
-    "metavar": "NAME=AXIS+...,...",
-    "help": "mesh axes of logical names, in place of the mesh axes in the recipe's rules: sequence=tensor",
-  },
-  "--zero": {
-    "type": int,
-    "choices": (0, 1, 2),
-    "default": 0,
-    "help": "1 splits the optimizer state over the axes of the batch too (ZeRO-1), 2 also the gradients",
-  },
+  "--mesh": {"metavar": "AXIS=N,...", "help": "devices along each axis; -1 takes the rest (the recipe's"
+    " mesh)"},
+  "--devices": {"metavar": "N", "type": int, "help": "simulate N CPU devices (as many as the mesh has,"
+    " without an accelerator)"},
+  "--rules": {"metavar": "NAME=AXIS+...,...", "type": parse_rules, "default": {}, "help": "mesh axes of"
+    " logical names, in place of the mesh axes in the recipe's rules: sequence=tensor"},
+  "--zero": {"type": int, "choices": (0, 1, 2), "default": 0, "help": "1 splits the optimizer state over the"
+    " axes of the batch too (ZeRO-1), 2 also the gradients"},
   "--offload": {"action": "store_true", "help": "keep the optimizer state in host memory between steps"},
-  "--microbatches": {"type": positive, "metavar": "N", "help": "parts that the batch is run in"},
-  "--remat": {
-    "default": AS_WRITTEN,
-    "choices": REMATS,
-    "help": "activations that layers save for the backward pass (default: as the recipe does)",
-  },
-  "--layers": {
-    "metavar": "PATTERN",
-    "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default: the repeated parts of the model)",
-  },
-  "--scan-layers": {
-    "default": "auto",
-    "choices": tuple(SCANS),
-    "help": "one scan of consecutive equal layers (default: of 4 or more that --remat recomputes)",
-  },
-  "--attention": {
-    "type": attention,
-    "metavar": "|".join((*ATTENTIONS, "N")),
-    "help": "compute attention by blocks of queries and keys (of N), a kernel, or over the axis of positions",
-  },
-  "--loss-chunks": {
-    "type": positive,
-    "metavar": "N",
-    "help": "compute the head and the loss in N parts of the vocabulary (default: in one)",
-  },
-  "--pipeline": {
-    "type": pipeline,
-    "metavar": "AXIS[:VIRTUAL_STAGES][:ORDER]",
-    "help": "run the layers as a pipeline over this mesh axis; --microbatches is a multiple of its size",
-  },
-  "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
+  "--microbatches": {"metavar": "N", "type": positive, "help": "parts that the batch is run in"},
+  "--remat": {"choices": REMATS, "default": AS_WRITTEN, "help": "activations that layers save for the"
+    " backward pass (default: as the recipe does)"},
+  "--layers": {"metavar": "PATTERN", "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default:"
+    " the repeated parts of the model)"},
+  "--scan-layers": {"choices": tuple(SCANS), "default": "auto", "help": "one scan of consecutive equal layers"
+    " (default: of 4 or more that --remat recomputes)"},
+  "--attention": {"metavar": "|".join((*ATTENTIONS, "N")), "type": attention, "help": "compute attention by"
+    " blocks of queries and keys (of N), a kernel, or over the axis of positions"},
+  "--loss-chunks": {"metavar": "N", "type": positive, "help": "compute the head and the loss in N parts of"
+    " the vocabulary (default: in one)"},
+  "--pipeline": {"metavar": "AXIS[:VIRTUAL_STAGES][:ORDER]", "type": pipeline, "help": "run the layers as a"
+    " pipeline over this mesh axis; --microbatches is a multiple of its size"},
+  "--batch": {"metavar": "N", "type": positive, "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with the memory of this chip: v5e, h100"},
-  "--html": {"type": Path, "metavar": "FILE", "help": "also write a page"},
+  "--html": {"metavar": "FILE", "type": Path, "help": "also write a page"},
   "--json": {"action": "store_true", "help": "one JSON object instead of tables"},
-  "--step": {"type": int, "metavar": "N", "help": "the step (default: the newest; for verify: all)"},
-  "--skip": {
-    "action": "append",
-    "default": [],
-    "metavar": "PATTERN",
-    "help": "leaves of the model to leave out (import: to initialise); may be repeated",
-  },
-  "--weight-map": {
-    "metavar": "PATH",
-    "help": "a Python file with WEIGHT_MAP = WeightMap(...), or the folder of a model on Hugging Face, whose"
-    " config.json tells its family (default: import looks for one in PATH; without one, names are paths)",
-  },
+  "--step": {"metavar": "N", "type": int, "help": "the step (default: the newest; for verify: all)"},
+  "--skip": {"metavar": "PATTERN", "action": "append", "default": [], "help": "leaves of the model to leave"
+    " out (import: to initialise); may be repeated"},
+  "--weight-map": {"metavar": "PATH", "help": "a Python file with WEIGHT_MAP = WeightMap(...), or the folder"
+    " of a model on Hugging Face, whose config.json tells its family (default: import looks for one in PATH;"
+    " without one, names are paths)"},
   "--dry-run": {"action": "store_true", "help": "list what would happen to each array, and do nothing"},
-}
+}  # fmt: skip
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
 STEP = (*LAYOUT, "--microbatches", "--remat", "--layers")
 LAYERS = ("--scan-layers", "--attention", "--loss-chunks", "--pipeline")
@@ -210,10 +148,7 @@ def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Plan:
 
 
 def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = False) -> Mesh:
-  """The mesh of a command on real or simulated devices; must come before jax's first use.
-
-  With `join`, on the devices of all processes of the job.
-  """
+  """The mesh on devices, of all processes with `join`; must come before jax's first use."""
   sizes = mesh_sizes(recipe, args.mesh, args.rules, getattr(args, "pipeline", None))
   start_devices(sizes, args.devices)
   if join:
@@ -243,22 +178,12 @@ def changed_rules(recipe: Recipe, changes: Rules) -> Any:
 
 
 def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:
-  """Changes of rules as `--rules` takes them.
-
-  Example:
-    >>> format_rules({"sequence": ("tensor",)})
-    'sequence=tensor'
-  """
+  """Changes of rules as `--rules` takes them."""
   return ",".join(f"{name}={'+'.join(axes)}" for name, axes in changes.items())
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
-  """Sizes of mesh axes as `--mesh` takes them.
-
-  Example:
-    >>> format_sizes({"data": 2, "tensor": 4})
-    'data=2,tensor=4'
-  """
+  """Sizes of mesh axes as `--mesh` takes them."""
   return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
@@ -275,12 +200,7 @@ def write_page(file: Path, page: str) -> None:
 
 
 def parse_mesh(text: str) -> Sizes:
-  """Reads `data=2,fsdp=-1` as axis -> devices along it.
-
-  Example:
-    >>> parse_mesh("data=2,fsdp=-1")
-    {'data': 2, 'fsdp': -1}
-  """
+  """Reads `data=2,fsdp=-1` as axis -> devices along it."""
   sizes: Sizes = {}
   for part in text.split(","):
     axis, _, size = part.strip().partition("=")
@@ -301,10 +221,9 @@ def mesh_sizes(
   rules: Mapping[str, tuple[str, ...]] | None = None,
   pipeline: Pipeline | None = None,
 ) -> Sizes:
-  """The mesh of a command, as axis -> devices along it.
+  """Axis -> devices. Axes of the recipe's `mesh()` that `--mesh` leaves out have size 1.
 
-  The recipe's `mesh()` has the axes that its rules use. Those that `--mesh` leaves out have size 1; another
-  axis is an error unless `--rules` or `--pipeline` names it, because nothing would be split along it.
+  Another axis, which neither `--rules` nor `--pipeline` names, is an error: nothing would be split.
   """
   known = recipe.mesh() if recipe.mesh is not None else {}
   if text is None:
@@ -325,10 +244,9 @@ def mesh_sizes(
 
 
 def start_devices(sizes: Sizes, devices: int | None) -> None:
-  """Simulates as many CPU devices as the mesh needs; must come before jax's first use.
+  """Simulates as many CPU devices as the mesh needs, before jax's first use, unless there is an accelerator.
 
-  An accelerator is used even then, unless `devices` is given. A count in the environment
-  (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
+  With `devices`, also then. A count in the environment stays.
   """
   import jax
 

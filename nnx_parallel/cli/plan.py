@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import abstract_batch, loss_of
+from nnx_parallel.cli.compile import abstract_batch
 from nnx_parallel.errors import ReportError
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
       " not show.",
       fix="leave them out, or add --chip NAME (the exit code is 3 when it does not fit) or --html FILE.",
     )
-  recipe = load_recipe(args.recipe, needs=("init",))
+  asked = bool(args.chip) or (shown and step)
+  recipe = load_recipe(args.recipe, needs=("init", "loss", "batches") if asked else ("init",))
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules, args.pipeline)
   is_real = args.devices is not None or -1 in sizes.values()
   mesh = options.mesh_on_devices(args, recipe) if is_real else nxp.abstract_mesh(sizes)
   plan = options.make_plan(args, recipe, mesh)
-  asked = bool(args.chip) or (shown and step)
   wanted = asked or (args.html and recipe.loss and recipe.batches)
   memory = _planned(recipe, plan, args) if wanted else None
   if args.html:
@@ -81,7 +81,7 @@ def _planned(recipe: Recipe, plan: Plan, args: argparse.Namespace) -> MemoryPlan
 
   return memory_plan(
     plan,
-    loss_of(recipe),
+    cast(Any, recipe.loss),
     abstract_batch(recipe, args.batch),
     microbatches=recipe.parts(args.microbatches),
     remat=args.remat,

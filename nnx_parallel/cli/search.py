@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.compile import abstract_batch, loss_of, start_compiler
+from nnx_parallel.cli.compile import abstract_batch, start_compiler
 
 if TYPE_CHECKING:
   from nnx_parallel.report.search import Candidate
@@ -30,7 +30,7 @@ def register(commands: options.Commands) -> None:
   add = parser.add_argument
   add(
     "--pipeline",
-    type=options.axis_or_pipeline,
+    type=lambda text: options.pipeline(text) if ":" in text else text,  # the search chooses the order
     metavar="AXIS[:VIRTUAL_STAGES][:ORDER]",
     help="also try pipelines over this mesh axis; with AXIS alone, the order is 1f1b",
   )
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
   start_compiler({"all": machine.devices}, f"cpu:{machine.devices}" if simulate else args.topology, None)
   result = search(
     recipe.init,
-    loss_of(recipe),
+    cast(Any, recipe.loss),
     args.topology,
     batch=abstract_batch(recipe, args.batch),
     rules=options.changed_rules(recipe, args.rules),
@@ -85,7 +85,9 @@ def command(args: argparse.Namespace, best: Candidate) -> str:
   words += ["--remat", str(best.memory.remat), "--zero", str(args.zero)]
   words += ["--layers", args.layers] if args.layers else []
   words += ["--offload"] if args.offload else []
-  words += ["--pipeline", options.format_pipeline(best.pipeline)] if best.pipeline else []
+  if (found := best.pipeline) is not None:
+    parts = [found.axis, str(found.virtual_stages) if found.virtual_stages > 1 else "", found.order or ""]
+    words += ["--pipeline", ":".join(filter(None, parts))]
   words += ["--rules", options.format_rules(args.rules)] if args.rules else []
   words += ["--batch", str(args.batch)] if args.batch else []
   return shlex.join(words)

@@ -84,12 +84,7 @@ def step_name(text: str) -> int | str:
 
 
 def window(text: str) -> tuple[int, int]:
-  """The first and last step of a profile, for argparse.
-
-  Example:
-    >>> window("10:12")
-    (10, 12)
-  """
+  """The first and last step of a profile, for argparse."""
   first, _, last = text.partition(":")
   if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
     raise argparse.ArgumentTypeError(f"{text!r} is not a window of steps, such as 10:12")
@@ -202,11 +197,17 @@ def train(
     return
   if result.stopped == "early":
     print(f"ended at step {started.at.step}: no lower eval_loss in {args.early_stop} evaluations")
-  print(f"held out at step {started.at.step}: {format_record(evaluation(result.metrics))}")
+  held_out = {name[5:]: x for name, x in result.metrics.items() if name.startswith("eval_")}
+  print(f"held out at step {started.at.step}: {format_record(held_out)}")
   if args.quiet:
     return
   earlier = f" (an earlier run's: {log.earlier})" if log.earlier else ""
-  print(f"metrics     {log.path}{earlier}\n{format_mfu(result)}")
+  mfu = (
+    f"{result.metrics['mfu']:.1%}"
+    if "mfu" in result.metrics
+    else "n/a (the peak of this device is not known)"
+  )
+  print(f"metrics     {log.path}{earlier}\nMFU         {mfu}")
   if args.profile is not None:
     print(f"profile     xprof {out / 'profile'}")
   none = "none; keep the model with --checkpoint DIR"
@@ -214,11 +215,7 @@ def train(
 
 
 def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
-  """Places a batch, so that missing data or a wrong size is an error before the model is made.
-
-  Returns:
-    The number of examples of the batch; 0 if there is no batch.
-  """
+  """Places a batch, so that missing data or a wrong size is an error early; returns its examples, or 0."""
   import nnx_parallel as nxp
   from nnx_parallel.train.losses import examples_in
 
@@ -272,27 +269,6 @@ def describe(plan: nxp.Plan, step: int) -> str:
   )
 
 
-def evaluation(metrics: Record) -> Record:
-  """The metrics of the evaluations, without their prefix.
-
-  Example:
-    >>> evaluation({"loss": 2.0, "eval_loss": 1.5})
-    {'loss': 1.5}
-  """
-  return {name.removeprefix("eval_"): x for name, x in metrics.items() if name.startswith("eval_")}
-
-
-def format_mfu(result: nxp.loop.FitResult) -> str:
-  """How much of the chip's peak the last steps used, in one line."""
-  mfu = result.metrics.get("mfu")
-  return f"MFU         {'n/a (the peak of this device is not known)' if mfu is None else f'{mfu:.1%}'}"
-
-
 def format_record(record: Record) -> str:
-  """Metrics in one line.
-
-  Example:
-    >>> format_record({"loss": 1.25, "bits_per_byte": 1.8034})
-    'loss 1.2500, bits_per_byte 1.8034'
-  """
+  """Metrics in one line."""
   return ", ".join(f"{name} {value:.4f}" for name, value in record.items()) or "no held-out batches"

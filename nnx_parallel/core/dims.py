@@ -71,18 +71,12 @@ MATRIX = frozenset((
 
 @dataclasses.dataclass(frozen=True)
 class DimMap:
-  """The dims of one operation, as factors.
+  """The dims of one operation, as factors."""
 
-  Attributes:
-    operands: the factors of each operand.
-    results: the factors of each result.
-    mixed: the factors along which positions are not treated alike.
-    major: factors that are only the major part of some of their dims, in a reshape.
-  """
-
-  operands: tuple[Factors, ...]
-  results: tuple[Factors, ...]
-  mixed: frozenset[int] = frozenset()
+  operands: tuple[Factors, ...]  # the factors of each operand
+  results: tuple[Factors, ...]  # the factors of each result
+  mixed: frozenset[int] = frozenset()  # the factors along which positions are not treated alike
+  # factors that are only the major part of some of their dims, in a reshape
   major: frozenset[int] = frozenset()
 
   @property

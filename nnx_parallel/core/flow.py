@@ -27,15 +27,10 @@ Axes = tuple[DimAxes, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-  """The origin of an array, and its layout.
+  """The origin of an array, and its layout."""
 
-  Attributes:
-    axes: mesh axes of each dim.
-    data: whether its values depend on the batch.
-  """
-
-  axes: Axes
-  data: bool
+  axes: Axes  # mesh axes of each dim
+  data: bool  # whether its values depend on the batch
 
   @property
   def names(self) -> frozenset[str]:
@@ -45,40 +40,27 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Met:
-  """The layout of a product's result, and the axes of its operands.
+  """The layout of a product's result, and the axes of its operands."""
 
-  Attributes:
-    axes: the axes of the result.
-    main_is_left: whether the left operand is the data; the right operand is then a parameter, or data too.
-    shared: axes of the dims that both operands have and the result keeps.
-    wanted: axes of the parameter's free dims that do not split the batch.
-    main: axes of the data operand's free dims in the result.
-    other: axes of the other operand's free dims in the result.
-  """
-
-  axes: Axes
+  axes: Axes  # the axes of the result
+  # whether the left operand is the data; the right operand is then a parameter, or data too
   main_is_left: bool
-  shared: frozenset[str]
-  wanted: frozenset[str]
-  main: tuple[DimAxes, ...]
-  other: tuple[DimAxes, ...]
+  shared: frozenset[str]  # axes of the dims that both operands have and the result keeps
+  wanted: frozenset[str]  # axes of the parameter's free dims that do not split the batch
+  main: tuple[DimAxes, ...]  # axes of the data operand's free dims in the result
+  other: tuple[DimAxes, ...]  # axes of the other operand's free dims in the result
 
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """The pairs of dims of the two operands of a product.
+  """The pairs of dims of the two operands of a product."""
 
-  Attributes:
-    summed: dims of the left and of the right operand that are summed over.
-    shared: dims that both have and the result keeps.
-    free: dims that only one operand has.
-    places: the dim of the result for each of the shared dims, the free dims of the left, and of the right
-      operand. None for a plain product: in this order.
-  """
-
+  # dims of the left and of the right operand that are summed over
   summed: tuple[Sequence[int], Sequence[int]]
-  shared: tuple[Sequence[int], Sequence[int]]
-  free: tuple[Sequence[int], Sequence[int]]
+  shared: tuple[Sequence[int], Sequence[int]]  # dims that both have and the result keeps
+  free: tuple[Sequence[int], Sequence[int]]  # dims that only one operand has
+  # the dim of the result for each of the shared dims, the free dims of the left, and of the right operand.
+  # None for a plain product: in this order.
   places: Sequence[int] | None = None
 
   def meet(self, left: Flow, right: Flow, batch: frozenset[str]) -> Met:

@@ -113,36 +113,24 @@ def flattened(jaxpr: Program, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inner:
-  """A program that an operation runs.
+  """A program that an operation runs."""
 
-  Attributes:
-    key: the parameter of the operation that holds it; the branches of a cond share one parameter.
-    program: the program, closed or not.
-    inputs: for each input of the program, the position of the operation's input that it reads.
-    gives: whether the operation returns the program's results; a while does not return its condition.
-  """
-
-  key: str
-  program: Program
-  inputs: Sequence[int]
+  key: str  # the parameter of the operation that holds it; the branches of a cond share one parameter
+  program: Program  # the program, closed or not
+  inputs: Sequence[int]  # for each input of the program, the position of the operation's input that it reads
+  # whether the operation returns the program's results; a while does not return its condition
   gives: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wiring:
-  """How the programs that an operation runs are connected with it.
+  """How the programs that an operation runs are connected with it."""
 
-  Attributes:
-    inner: the programs; empty for an operation that JAX runs as one unit (a kernel).
-    carried: in a loop, a result -> the input that it is in the next step.
-    rows: inputs that a scan reads row by row.
-    stacked: results that a scan makes row by row.
-  """
-
-  inner: Sequence[Inner] = ()
+  inner: Sequence[Inner] = ()  # the programs; empty for an operation that JAX runs as one unit (a kernel)
+  # in a loop, a result -> the input that it is in the next step
   carried: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
-  rows: Collection[int] = ()
-  stacked: Collection[int] = ()
+  rows: Collection[int] = ()  # inputs that a scan reads row by row
+  stacked: Collection[int] = ()  # results that a scan makes row by row
 
 
 def wiring(eqn: JaxprEqn) -> Wiring:
@@ -168,23 +156,19 @@ def wiring(eqn: JaxprEqn) -> Wiring:
 
 @dataclasses.dataclass(frozen=True)
 class Facts(Generic[F]):
-  """Facts about values, and how they propagate through operations, loops and branches.
+  """Facts about values, and how they propagate through operations, loops and branches."""
 
-  Attributes:
-    constant: the fact of a constant array of the program, given the array.
-    follow: `(operation, facts of its inputs) -> facts of its results`. For an operation that runs programs it
-      may return `DEFAULT`: the facts of the results of these programs.
-    join: a join in the sense of lattices (equal facts give the same fact, in any order, and it soon stops
-      growing): the fact of a value that is one of two: the results of two branches, or the first carry of a
-      loop and the carry after a step.
-    row: the fact of a row in a scan, given the scan and the fact of all rows.
-    stack: the inverse: the fact of all rows, given the fact of a row.
-  """
-
-  constant: Callable[[jax.Array], F]
+  constant: Callable[[jax.Array], F]  # the fact of a constant array of the program, given the array
+  # `(operation, facts of its inputs) -> facts of its results`. For an operation that runs programs it may
+  # return `DEFAULT`: the facts of the results of these programs.
   follow: Callable[[JaxprEqn, list[F]], Sequence[F]]
+  # a join in the sense of lattices (equal facts give the same fact, in any order, and it soon stops growing):
+  # the fact of a value that is one of two: the results of two branches, or the first carry of a loop and the
+  # carry after a step
   join: Callable[[F, F], F]
+  # the fact of a row in a scan, given the scan and the fact of all rows
   row: Callable[[JaxprEqn, F], F] = lambda _, fact: fact
+  # the inverse: the fact of all rows, given the fact of a row
   stack: Callable[[JaxprEqn, F], F] = lambda _, fact: fact
 
 

@@ -121,7 +121,7 @@ class Keys:
     jaxpr = opened(body)
     numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     shapes = [str(value.aval) for value in numbers]
-    code = self.code(jaxpr.eqns, numbers, [], fixed=lambda _: True)
+    code = self.code(jaxpr.eqns, numbers, [])
     results = tuple(
       self.literal(value) if isinstance(value, core.Literal) else numbers[value] for value in jaxpr.outvars
     )
@@ -140,28 +140,17 @@ class Keys:
     finally:
       self._in_rule = False
 
-  def code(
-    self,
-    eqns: Iterable[JaxprEqn],
-    numbers: dict[Var, int],
-    inputs: list[Var],
-    fixed: Callable[[JaxprEqn], bool],
-  ) -> Hashable:
+  def code(self, eqns: Iterable[JaxprEqn], numbers: dict[Var, int], inputs: list[Var]) -> Hashable:
     """A key of operations, with numbers in place of variables; `numbers` receives those of new variables.
 
-    `inputs` receives the variables that no operation makes, and the literals that are not of the program:
-    those of operations that are not `fixed`.
+    `inputs` receives the variables that no operation makes.
     """
     code: list[Hashable] = []
     for eqn in eqns:
       operands: list[Hashable] = []
       for value in eqn.invars:
         if isinstance(value, core.Literal):
-          if fixed(eqn):
-            operands.append(self.literal(value))
-            continue
-          inputs.append(value)
-          operands.append(("number", str(value.aval)))
+          operands.append(self.literal(value))
         elif value in numbers:
           operands.append(numbers[value])
         else:

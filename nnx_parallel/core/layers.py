@@ -21,19 +21,12 @@ _NUMBER = re.compile(r"\d+$")
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """Adjacent modules of one class and structure: the blocks of a model.
+  """Adjacent modules of one class and structure: the blocks of a model."""
 
-  Attributes:
-    pattern: their dotted paths, with `*` for the number.
-    kind: the name of their class.
-    paths: where they are, in order.
-    unlike: how their Variables differ from earlier layers with the same pattern and class.
-  """
-
-  pattern: str
-  kind: str
-  paths: tuple[Path, ...]
-  unlike: str = ""
+  pattern: str  # their dotted paths, with `*` for the number
+  kind: str  # the name of their class
+  paths: tuple[Path, ...]  # where they are, in order
+  unlike: str = ""  # how their Variables differ from earlier layers with the same pattern and class
 
   def __str__(self) -> str:
     unlike = f" (unlike {self.unlike})" if self.unlike else ""

@@ -210,17 +210,11 @@ def named_key_dtype(name: str) -> Any:
 
 
 class Annotation(NamedTuple):
-  """What the author of a Variable wrote about its dims.
+  """What the author of a Variable wrote about its dims."""
 
-  Attributes:
-    names: one for each dim; dims beyond the end of what was written are replicated, as in flax.
-    short: the names as written, if they are fewer than the dims; a spec may leave out the last dims.
-    rules: the `sharding_rules` of the Variable itself.
-  """
-
-  names: Names
-  short: Names
-  rules: dict[str, Any]
+  names: Names  # one for each dim; dims beyond the end of what was written are replicated, as in flax
+  short: Names  # the names as written, if they are fewer than the dims; a spec may leave out the last dims
+  rules: dict[str, Any]  # the `sharding_rules` of the Variable itself
 
 
 def names_of(leaf: Leaf, *, where: str) -> Annotation | None:

@@ -105,13 +105,13 @@ def not_counted(operations: Mapping[str, int]) -> str:
 
 def page_width() -> int:
   """The columns of the terminal, or of the variable `COLUMNS`; `WIDTH` in a file or a notebook."""
-  known = sys.stdout.isatty() or "COLUMNS" in os.environ
+  known = (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ  # pythonw has no stdout
   return max(60, min(shutil.get_terminal_size((WIDTH, 24)).columns, 200)) if known else WIDTH
 
 
 def print_text(text: str) -> None:
   """Prints a table or a report; in colour on a terminal."""
-  if not sys.stdout.isatty():
+  if not (sys.stdout and sys.stdout.isatty()):
     print(text)
     return
   from rich.console import Console

@@ -52,15 +52,11 @@ class Grid:
   """Blocks of named dims.
 
   The last block ends where its dim ends, so it may overlap the previous block: only `fresh` positions count.
-
-  Attributes:
-    lengths: the lengths of the named dims.
-    blocks: the block lengths of some of them.
-    parts: the number of equal parts of some of them; each part is cut into blocks separately.
   """
 
-  lengths: Mapping[DimName, int]
-  blocks: Mapping[DimName, int]
+  lengths: Mapping[DimName, int]  # the lengths of the named dims
+  blocks: Mapping[DimName, int]  # the block lengths of some of them
+  # the number of equal parts of some of them; each part is cut into blocks separately
   parts: Mapping[DimName, int] = dataclasses.field(default_factory=dict[DimName, int])
 
   @classmethod

@@ -8,7 +8,11 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.errors import PlanError
 
+
+@check_arguments(PlanError)
 def compilation_cache(directory: str | os.PathLike[str], *, minimum_seconds: float = 0.0) -> str:
   """Keeps compiled programs in a directory, for this process and for later processes.
 

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, is_explicit, no_mesh, use_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, merge, value_of
@@ -18,8 +19,7 @@ from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.create.instantiate import instantiate
-from nnx_parallel.create.slicing.assemble import assemble
-from nnx_parallel.create.slicing.cut import Cut, Phase, cut
+from nnx_parallel.create.slices import Cut, Phase, assemble, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan, check_structure
@@ -83,6 +83,7 @@ def create_sharded_model(
 ) -> Any: ...
 
 
+@check_arguments(PlanError)
 def create_sharded_model(
   init: Callable[[], nnx.Module] | Plan,
   mesh: AnyMesh | None = None,
@@ -95,7 +96,7 @@ def create_sharded_model(
 
   No device holds a full array that the plan shards, unless its initializer needs the full array (an
   orthogonal initializer does). With the initializers of Flax, the values equal `init()` on one device bit for
-  bit, except in three cases that the guide "Plans and models" lists. The function works with or without an
+  bit, except in four cases that the guide "Plans and models" lists. The function works with or without an
   active `jax.set_mesh`, on meshes with Auto and Explicit axes. A constructor is traced once. With a plan, its
   `init` is traced again, so that values that `init` reads (a seed, for example) are current.
 
@@ -146,7 +147,7 @@ def create_sharded_model(
     )
   else:
     plan, traces = plan_with_traces(init, mesh, rules, **options)
-  plan.warn_replicated(stacklevel=3)
+  plan.warn_replicated(stacklevel=4)
   return instantiate(plan, construct(plan, compile, traces))
 
 
@@ -185,14 +186,12 @@ def construct(
 
 def _programs(plan: Plan, sliced: Cut) -> Iterator[str]:
   """Lists the programs that are compiled, and how often each runs."""
-  made: list[list[LeafPlan]] = [
-    [plan.leaves[i] for one in group for i in one.outputs] for group in sliced.groups
-  ]
+  made: list[list[LeafPlan]] = [[plan.leaves[one.output] for one in group] for group in sliced.groups]
   yield f"{len(made)} programs make {sum(map(len, made))} arrays; {len(sliced.given)} are placed as they are"
-  for group, leaves in zip(sliced.groups, made, strict=True):
+  for leaves in made:
     first, more = leaves[0], f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
     array = format_array(first.dtype, first.storage_shape)
-    yield f"  {len(group):4} x {array} {first.spec}: {first.name}{more}"
+    yield f"  {len(leaves):4} x {array} {first.spec}: {first.name}{more}"
 
 
 def cut_plan(
@@ -200,7 +199,9 @@ def cut_plan(
 ) -> Cut | str:
   """Cuts the plan's constructor into slices; or returns the reason, as a clause, why it cannot be sliced."""
   traces = traces or _trace(plan)
-  return why_one_program(traces.values()) or cut(*_phases(plan, traces), shardings)
+  return why_one_program(traces.values()) or cut(
+    *_phases(plan, traces), shardings, real_mesh(plan).local_devices[0]
+  )
 
 
 def _trace(plan: Plan) -> dict[Root, Trace]:
@@ -223,13 +224,13 @@ def _phases(plan: Plan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list
 
   Also returns, for each leaf of the plan, its position among their results.
   """
-  found = [Phase(traces["model"].program, ())]
+  found: list[Phase] = [(traces["model"].program, ())]
   made: dict[tuple[Root, Path], int] = {
     ("model", path): i for i, path in enumerate(traces["model"].output_paths)
   }
   if "optimizer" in traces:
     one = traces["optimizer"]
-    found.append(Phase(one.program, tuple(made["model", path] for path in one.input_paths)))
+    found.append((one.program, [made["model", path] for path in one.input_paths]))
     made |= {("optimizer", path): i for i, path in enumerate(one.output_paths, len(made))}
   results = [made[leaf.root, leaf.path] for leaf in plan.leaves]
   padded = [i for i, leaf in enumerate(plan.leaves) if any(leaf.padding)]
@@ -240,7 +241,7 @@ def _phases(plan: Plan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list
       return [pad(array, leaf.storage_shape) for array, leaf in zip(arrays, leaves, strict=True)]
 
     program = jax.make_jaxpr(pad_all)([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-    found.append(Phase(program, tuple(results[i] for i in padded)))
+    found.append((program, [results[i] for i in padded]))
     for i, position in enumerate(padded, len(made)):
       results[position] = i
   return found, results
@@ -286,6 +287,7 @@ def real_mesh(plan: Plan) -> Mesh:
   return plan.mesh
 
 
+@check_arguments(PlanError)
 def unsharded(init: Callable[[], M]) -> M:
   """Builds a module on the default device, without a mesh, and keeps its annotations.
 

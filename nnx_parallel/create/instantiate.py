@@ -22,11 +22,7 @@ R = TypeVar("R")
 
 
 def instantiate(plan: Plan[R], arrays: Mapping[Root, Arrays]) -> R:
-  """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`.
-
-  A Variable with names keeps them, and gets the metadata that flax needs to apply them without an active
-  mesh: `mesh`, and `sharding_rules` with the resolved axes. A Variable without names gets none of these.
-  """
+  """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`."""
   model = _merge(plan, "model", arrays)
   if plan.tx is None:
     return model
@@ -52,14 +48,11 @@ def _merge(plan: Plan, root: Root, arrays: Mapping[Root, Arrays]) -> Any:
 
 
 def _bind(abstract_leaf: Leaf, array: AnyArray, row: LeafPlan, scope: Scope) -> Leaf:
-  """The leaf around an array: with its names, what flax needs to resolve them, and the plan's one key.
-
-  A Variable without names gets nothing that flax reads: a transform that removes the name of a dim from each
-  annotation, such as `nnx.scan`, would not find the name there.
-  """
+  """The leaf around an array, with its names and what flax needs to resolve them without a mesh."""
   if not isinstance(abstract_leaf, nnx.Variable):
     return array
   metadata: dict[str, Any] = {**abstract_leaf.get_metadata(), "eager_sharding": True}
+  # Without names flax must read none: `nnx.scan` would look for the name of the dim that it removes.
   if metadata.get("out_sharding") is not None:
     if own := own_rules(metadata):
       scope = dataclasses.replace(scope, own=own)
@@ -76,10 +69,7 @@ def _bind(abstract_leaf: Leaf, array: AnyArray, row: LeafPlan, scope: Scope) -> 
 
 
 def _resolved(names: Names, spec: PartitionSpec) -> tuple[tuple[tuple[Any, Any], ...], bool]:
-  """The `sharding_rules` with the axes of each name, and whether flax derives the whole spec from them.
-
-  It does not if a dim without a name is split, or if one name has different axes in two dims.
-  """
+  """The `sharding_rules` of the names, and whether flax derives the whole spec from them."""
   table: dict[Any, Any] = {}
   for name, axes in zip(names, spec, strict=True):
     if name is not None:

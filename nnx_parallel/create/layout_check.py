@@ -7,15 +7,17 @@ from typing import Any
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.shards import describe
-from nnx_parallel.core.text import format_array, listed
+from nnx_parallel.core.text import format_array, listed, with_article
 from nnx_parallel.core.types import AnyArray, Leaf
-from nnx_parallel.errors import LayoutMismatchError
+from nnx_parallel.errors import LayoutMismatchError, PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan
 
 
+@check_arguments(PlanError, "model")
 def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
   """Raises an error unless a live module and its optimizer have the planned layout.
 
@@ -42,8 +44,14 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
     nnx_parallel.errors.LayoutMismatchError: 1 of 2 arrays are not laid out as planned.
       kernel: planned float32[8,64] P(None, 'fsdp'), found float32[8,64] on one device (uncommitted)
       Fix: model = nxp.reshard(model, plan); p[...] = x keeps a Variable's layout, p.set_value(x) does not.
+           In a jit of your own: p[...] = jax.lax.with_sharding_constraint(x, plan[path].sharding).
   """
   check_plan(plan, "check_layout(model, plan, optimizer=optimizer)")
+  if not isinstance(model, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise PlanError(
+      f"check_layout needs a live module, and got {with_article(type(model).__name__)}.",
+      fix="check_layout(model, plan, optimizer=optimizer)",
+    )
   wrong, extra = differences(model, plan, optimizer)
   if not wrong and not extra:
     return
@@ -55,7 +63,8 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
   raise LayoutMismatchError(
     f"{len(wrong)} of {planned} arrays are not laid out as planned{beside}",
     details=listed([*wrong, *extra]),
-    fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.",
+    fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.\n"
+    "In a jit of your own: p[...] = jax.lax.with_sharding_constraint(x, plan[path].sharding).",
   )
 
 

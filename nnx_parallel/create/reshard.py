@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, key_implementation, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
@@ -22,7 +23,7 @@ from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.core.types import AnyArray, Leaf, Model
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
-from nnx_parallel.create.slicing.assemble import put
+from nnx_parallel.create.slices import put
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan
@@ -30,6 +31,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 R = TypeVar("R")
 
 
+@check_arguments(PlanError)
 def reshard(
   model: nnx.Module,
   plan: Plan[R],
@@ -85,6 +87,7 @@ def reshard(
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget, shapes=shapes))
 
 
+@check_arguments(PlanError, "arrays")
 def from_arrays(
   arrays: Mapping[Any, AnyArray], plan: Plan[R], *, optimizer: Mapping[Any, AnyArray] | None = None
 ) -> R:
@@ -117,8 +120,8 @@ def from_arrays(
   """
   check_plan(plan, "from_arrays(arrays, plan)")
   _check_optimizer(plan, optimizer)
-  for found in (arrays, optimizer):
-    if not isinstance(found, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+  for found in (arrays, {} if optimizer is None else optimizer):
+    if not isinstance(found, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise PlanError(
         f"from_arrays needs arrays by path, and got a value of type {type(found).__name__}.",
         fix="from_arrays({'up.kernel': array}, plan); for a live module, reshard(model, plan).",
@@ -148,6 +151,10 @@ def _by_path(plan: Plan, root: Root, given: Mapping[Any, AnyArray]) -> dict[Path
   found: dict[Path, AnyArray] = {}
   for key, value in given.items():
     path: Any = names.get(key, (key,)) if isinstance(key, str) else key
+    if not isinstance(path, tuple):
+      raise PlanError(
+        f"from_arrays got {path!r:.40}, which is no path.", fix="from_arrays({'up.kernel': ...})"
+      )
     if path in found:
       raise PlanError(f"from_arrays got {path_str(path)} twice.", fix="give it once: by its dotted path.")
     found[path] = value

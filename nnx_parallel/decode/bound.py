@@ -22,16 +22,7 @@ from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
-from nnx_parallel.decode.loops import (
-  Asked,
-  Generated,
-  Loop,
-  Steps,
-  Written,
-  by_batch,
-  by_slots,
-  sizes_of,
-)
+from nnx_parallel.decode.loops import Asked, Generated, Loop, Steps, Written, by_batch, by_slots, sizes_of
 from nnx_parallel.decode.options import Args, Options, Used
 from nnx_parallel.decode.prefill import read_several
 from nnx_parallel.decode.rows import dims_of_rows
@@ -48,11 +39,9 @@ State = tuple[list[Any], Any]
 
 
 class Rows(NamedTuple):
-  """How rows with separate caches and positions lie in the arrays of the state.
+  """How many rows with separate caches and positions there are, and the dim of each cache that holds them.
 
-  Attributes:
-    number: of the rows: of slots, or of the batch.
-    dims: for each cache of the model, its dim that holds the rows; None: rows are stacked ahead of its dims.
+  None: the rows are stacked ahead of the dims of the cache.
   """
 
   number: int
@@ -233,79 +222,55 @@ class Bound:
     mesh = self.places.mesh
     return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
-  def _rows(self, x: jax.Array) -> jax.Array:
+  def _split_rows(self, x: jax.Array) -> jax.Array:
     """An array whose dim 0 is the batch."""
     return self._pin(x, entry_of(self.axes))
 
   def _logits(self, x: jax.Array) -> jax.Array:
-    """Logits `(rows, vocabulary)` that are sharded as the head shards them.
-
-    If they were replicated at once, XLA would gather the head's kernel, which is larger.
-    """
+    """Logits `(rows, vocabulary)` as the head shards them: XLA would gather its kernel to replicate them."""
     if self.explicit:
-      return self._rows(x)
+      return self._split_rows(x)
     split = self._pin(x, entry_of(self.axes), PartitionSpec.UNCONSTRAINED)
     # Sums over the vocabulary would depend on its sharding, and so would the drawn tokens.
-    return self._rows(split) if self.options.sampling.temperature else split
+    return self._split_rows(split) if self.options.sampling.temperature else split
 
-  def _pinned(self, caches: Arrays, own: Rows | None) -> Arrays:
-    if own is None:
+  def _pinned(self, caches: Arrays, rows: Rows | None) -> Arrays:
+    if rows is None:
       return [pinned(x, where) for x, where in zip(caches, self._of_caches, strict=True)]
     return [
       self._of_rows(x, getattr(where, "spec", ()), None) if d is None else pinned(x, where)
-      for x, where, d in zip(caches, self._of_caches, own.dims, strict=True)
+      for x, where, d in zip(caches, self._of_caches, rows.dims, strict=True)
     ]
 
-  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
-    """Caches of all rows, with rows in the layout of the batch, and each row in the layout of its own dims.
-
-    Args:
-      x: the caches; their dim 0 is the rows.
-      own: entries of the spec of a row; batch axes among them are left out.
-      rest: the entry of all later dims.
-    """
-    entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
+  def _of_rows(self, x: jax.Array, row: Iterable[Entry], rest: object) -> jax.Array:
+    """Caches with rows as the batch, and each as `row` says, without batch axes; `rest` for later dims."""
+    entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in row]
     entries += [rest] * (x.ndim - 1 - len(entries))
     return self._pin(x, entry_of(self.axes), *entries)
 
   def _called(
-    self,
-    others: Arrays,
-    tokens: jax.Array,
-    position: jax.Array,
-    caches: Arrays,
-    own: PyTree,
+    self, others: Arrays, tokens: jax.Array, position: jax.Array, caches: Arrays, cache: PyTree
   ) -> PyTree:
-    """Calls the model with tokens `(batch, n)`.
-
-    Returns:
-      The logits of the last tokens, `(batch, vocabulary)`, and all arrays and caches after it.
-    """
+    """Calls the model with tokens `(batch, n)`: the last logits, and all arrays and caches after it."""
     template, count = self.binding.template, len(self.binding.variables)
     found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
     arrays = [found[i] for i in sorted(found)]
     (model,) = template.build(template.join(arrays[:count], arrays[count:]))
-    if tokens.shape[1] > 1:
-      read_several(model)
-    given = () if own is None else (own,)
-    result = self.options.call(model, tokens, position, *given)
-    logits, own = (result, None) if not given else result
+    given = () if cache is None else (cache,)
+    with read_several(model) if tokens.shape[1] > 1 else contextlib.nullcontext():
+      result = self.options.call(model, tokens, position, *given)
+    logits, cache = (result, None) if not given else result
     _check_logits(logits, tokens)
     found = template.arrays((model,))
     after, others = self._divided([found[i] for i in (*template.variables, *template.raw)])
-    return logits[:, -1], others, after, own
+    return logits[:, -1], others, after, cache
 
   def _one_call(
-    self,
-    others: Arrays,
-    tokens: jax.Array,
-    position: jax.Array,
-    caches: Arrays,
-    own: PyTree,
+    self, others: Arrays, tokens: jax.Array, position: jax.Array, caches: Arrays, cache: PyTree
   ) -> PyTree:
     """The logits and all caches after a call that changes nothing else."""
-    given = others, tokens, position, caches, own
-    logits, after, caches, own = self._called(*given)
+    given = others, tokens, position, caches, cache
+    logits, after, caches, cache = self._called(*given)
     changed = [n for n, (old, new) in enumerate(zip(others, after, strict=True)) if old is not new]
     if changed:  # or returned: `nnx.remat` and `nnx.jit` return every Variable that they get
       sources = forwarded(jax.make_jaxpr(self._called)(*given))[1:]
@@ -317,7 +282,7 @@ class Bound:
         f"the call changed {few(labels)}, which no nnx.Cache holds: the next token would not see it.",
         fix="make it an nnx.Cache, or call model.eval() where it belongs to training.",
       )
-    return logits, caches, own
+    return logits, caches, cache
 
   def _rows_of_a_batch(self, others: Arrays, caches: Arrays, batch: int, length: int) -> Rows | str:
     """How the rows of a batch lie in the model's caches; or why the rows cannot have separate positions."""
@@ -327,14 +292,14 @@ class Bound:
     tokens, position = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((), jnp.int32)
 
     def after(tokens: jax.Array, caches: Arrays) -> Arrays:
-      own = None if self.options.cache is None else self.options.cache(batch, length)
-      return self._called(others, self._rows(tokens), position, caches, own)[2]
+      cache = None if self.options.cache is None else self.options.cache(batch, length)
+      return self._called(others, self._split_rows(tokens), position, caches, cache)[2]
 
     rows = Rows(batch, dims_of_rows(after, tokens, caches) if caches else [])
     before = jax.eval_shape(lambda: self._empty(caches, batch, length, rows))
 
     def call(state: State) -> PyTree:
-      given = self._rows(tokens), self._rows(tokens[:, 0])
+      given = self._split_rows(tokens), self._split_rows(tokens[:, 0])
       return self._over_rows(self._one_call, rows)(others, *given, *state)
 
     try:
@@ -349,12 +314,12 @@ class Bound:
     if rows is None:
       return call
 
-    def one(others: Arrays, tokens: jax.Array, position: jax.Array, caches: Arrays, own: PyTree) -> PyTree:
+    def one(others: Arrays, tokens: jax.Array, position: jax.Array, caches: Arrays, cache: PyTree) -> PyTree:
       places = [*zip(caches, rows.dims, strict=True)]
       whole = [x if d is None else jnp.expand_dims(x, d) for x, d in places]
-      logits, caches, own = call(others, tokens[None], position, whole, own)
+      logits, caches, cache = call(others, tokens[None], position, whole, cache)
       pairs = zip(caches, rows.dims, strict=True)
-      return logits[0], [x if d is None else jnp.squeeze(x, d) for x, d in pairs], own
+      return logits[0], [x if d is None else jnp.squeeze(x, d) for x, d in pairs], cache
 
     dims = [d or 0 for d in rows.dims]
     axes = None if self.explicit or not self.axes else self.axes
@@ -366,19 +331,19 @@ class Bound:
 
     return all_rows
 
-  def _fresh(self, loop: Loop, own: Rows | None, caches: Arrays, args: Args) -> State:
+  def _fresh(self, loop: Loop, rows: Rows | None, caches: Arrays, args: Args) -> State:
     """The state before the prompts: empty, or after the prefix, which one row on each shard reads for all."""
     batch, length = args.prompts.shape[0], self._length(args)
-    if own is None or args.prefix is None:
-      return self._empty(caches, batch, length, own)
-    empty = self._empty(caches, batch, length, Rows(self._shards, own.dims))
+    if rows is None or args.prefix is None:
+      return self._empty(caches, batch, length, rows)
+    empty = self._empty(caches, batch, length, Rows(self._shards, rows.dims))
     whole = loop.read_prefix(args.prefix, self.options.prefill, self._shards, empty)
 
     def for_all(x: jax.Array, dim: int) -> jax.Array:
-      return jnp.repeat(x, own.number // self._shards, dim)
+      return jnp.repeat(x, rows.number // self._shards, dim)
 
     caches, made = jax.tree.map(for_all, whole, jax.tree.broadcast(loop.dims, whole))
-    return self._pinned(caches, own), made
+    return self._pinned(caches, rows), made
 
   def _empty(self, caches: Arrays, batch: int, length: int, rows: Rows | None) -> State:
     """The state before the first token."""
@@ -396,8 +361,8 @@ class Bound:
       one = make(1, length)
 
     def repeated(x: jax.Array) -> jax.Array:
-      own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
-      return self._of_rows(jnp.broadcast_to(x, (rows.number, *x.shape)), own, rest)
+      row, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
+      return self._of_rows(jnp.broadcast_to(x, (rows.number, *x.shape)), row, rest)
 
     return self._pinned(zeros, rows), jax.tree.map(repeated, one)
 
@@ -419,34 +384,34 @@ class Bound:
 
   def _program(self, caches: Arrays, others: Arrays, args: Args) -> PyTree:
     with default_scope(self.places.scope):
-      loop, asked, own = self._loop(caches, others, args)
-      (after, _), found = self._steps(loop, asked, own, caches, args).all()
-      if own is None or self.in_slots:
-        return after if own is None else [], found
+      loop, asked, rows = self._loop(caches, others, args)
+      (after, _), found = self._steps(loop, asked, rows, caches, args).all()
+      if rows is None or self.in_slots:
+        return after if rows is None else [], found
       # What all rows of the model's cache share, such as an index, is that of the row that has read the most.
       most = jnp.argmax(asked.lengths + found.lengths)
-      places = zip(after, own.dims, self._of_caches, strict=True)
+      places = zip(after, rows.dims, self._of_caches, strict=True)
       after = [x if d is not None else pinned(x[most], where) for x, d, where in places]
-      return after, Generated(*map(self._rows, found[:2]))
+      return after, Generated(*map(self._split_rows, found[:2]))
 
   def _loop(self, caches: Arrays, others: Arrays, args: Args) -> tuple[Loop, Asked, Rows | None]:
     """What all loops need, the prompts, and how rows with separate positions lie in the state."""
-    options, rows = self.options, self._rows
+    options, split = self.options, self._split_rows
     equal = args.lengths is None and args.prefix is None and options.slots is None
     sizes = sizes_of(options.prefill, args.prompts.shape[1], equal=equal)
-    own = self._separate_rows(caches, others, args, sizes)
-    called = self._gathering(self._over_rows(self._one_call, own))
+    rows = self._separate_rows(caches, others, args, sizes)
+    called = self._gathering(self._over_rows(self._one_call, rows))
 
     def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
-      if own is not None:
-        position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
+      if rows is not None:
+        position = split(jnp.broadcast_to(position, tokens.shape[:-1]))
       logits, caches, made = called(others, tokens, position + args.ahead, *state)
-      return logits, (self._pinned(caches, own), made)
+      return logits, (self._pinned(caches, rows), made)
 
-    dims = None if own is None else ([d or 0 for d in own.dims], 0)
-    stops, kept = tuple(map(int, options.stop)), rows if own is None else self._pin
-    loop = Loop(options.max_new_tokens, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
-    return loop, self._asked(args), own
+    dims = None if rows is None else ([d or 0 for d in rows.dims], 0)
+    stops, kept = tuple(map(int, options.stop)), split if rows is None else self._pin
+    loop = Loop(options.max_new_tokens, stops, sizes, forward, split, self._pin, kept, self._logits, dims)
+    return loop, self._asked(args), rows
 
   def _gathering(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A call with the weights gathered where it reads them."""
@@ -458,19 +423,19 @@ class Bound:
 
     return gathered(gather, call, paths)
 
-  def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: Arrays, args: Args) -> Steps:
+  def _steps(self, loop: Loop, asked: Asked, rows: Rows | None, caches: Arrays, args: Args) -> Steps:
     """The loop over a batch, or over rows with separate positions."""
-    sampling, state = self.options.sampling, self._fresh(loop, own, caches, args)
-    if own is None:
+    sampling, state = self.options.sampling, self._fresh(loop, rows, caches, args)
+    if rows is None:
       return by_batch(loop, sampling, asked, state)
     # With types, a split dim of the slots cannot become two dims.
     shards = self._shards if self.in_slots and not self.explicit else None
-    return by_slots(loop, sampling, asked, state, own.number, shards)
+    return by_slots(loop, sampling, asked, state, rows.number, shards)
 
   def stream(self, args: Args, every: int) -> Iterator[tuple[int, np.ndarray]]:
     """Runs the program in blocks of steps; the host reads the tokens of one while the next is computed."""
-    arrays, own = self.arrays(), functools.partial(own_mesh, self.binding.mesh)
-    with own():
+    arrays, on_mesh = self.arrays(), functools.partial(own_mesh, self.binding.mesh)
+    with on_mesh():
       self.places = places_inside(self.outside, self._program, *arrays, args)
       self._used.axes = self.places.note
       arrays, args = self.places.placed((arrays, args))
@@ -480,7 +445,7 @@ class Bound:
     more = True
     while more:
       carry, written, goes_on = block
-      with own():  # not around `yield`, where code of the caller runs
+      with on_mesh():  # not around `yield`, where code of the caller runs
         block = advance(carry, *arrays, args)
       rows, tokens = map(np.asarray, written)
       for row in dict.fromkeys(rows[tokens >= 0].tolist()):
@@ -530,12 +495,9 @@ class Bound:
       yield
 
   def _separate_rows(self, caches: Arrays, others: Arrays, args: Args, sizes: tuple[int, ...]) -> Rows | None:
-    """How rows with separate positions lie in the state; None if all rows have the same position.
-
-    They have separate positions over slots, and where prompts of different lengths are read several
-    tokens at once.
-    """
+    """How rows with separate positions lie in the state; None if all rows have the same position."""
     batch = args.prompts.shape[0]
+    # Over slots, and where prompts of different lengths are read several tokens at once.
     how = f"{', '.join(map(str, sizes))} tokens at once"
     found: Rows | str | None = None
     if self.options.slots is not None:
@@ -557,7 +519,7 @@ class Bound:
   def _asked(self, args: Args) -> Asked:
     """The prompts, padded on the right, and a key for each row."""
     batch, width = args.prompts.shape
-    laid = (lambda x: x) if self.options.slots else self._rows
+    laid = (lambda x: x) if self.options.slots else self._split_rows
     prompts, lengths = laid(args.prompts), args.lengths
     if lengths is None:
       lengths = jnp.full((batch,), width, jnp.int32)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments, is_key
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Bound
@@ -33,6 +34,7 @@ class Generator:
     self.options, self.layers = options, Used()
     self._bounds: weakref.WeakKeyDictionary[nnx.Pytree, Bound] = weakref.WeakKeyDictionary()
 
+  @check_arguments(DecodeError)
   def __call__(
     self,
     model: nnx.Module,
@@ -69,6 +71,7 @@ class Generator:
     with own_mesh(bound.binding.mesh):
       return bound(args)
 
+  @check_arguments(DecodeError, every=range(1, 2**31))
   def stream(
     self,
     model: nnx.Module,
@@ -122,6 +125,10 @@ class Generator:
     if key is not None and not isinstance(key, jax.Array):
       raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
     ahead = None if prefix is None else _checked_prefix(prefix)
+    if key is not None and not is_key(key):
+      raise DecodeError(
+        f"key= is no PRNG key: {key.dtype}, of shape {key.shape}.", fix="key=jax.random.key(0)"
+      )
     bound = self._bound(model, prompts, 0 if ahead is None else ahead.size)
     with no_mesh():
       given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests)]
@@ -129,6 +136,7 @@ class Generator:
       defaults = bound.defaults(prompts.shape)
     return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 
+  @check_arguments(DecodeError)
   def lower(
     self, model: nnx.Module, prompts: AnyArray, lengths: AnyArray | None = None
   ) -> jax.stages.Lowered:
@@ -152,6 +160,7 @@ class Generator:
     with own_mesh(bound.binding.mesh):
       return bound.jitted.lower(*bound.arrays(), args)
 
+  @check_arguments(DecodeError)
   def argument_names(self, model: nnx.Module) -> dict[str, str]:
     """Names the arrays that the program takes.
 
@@ -164,6 +173,7 @@ class Generator:
     """
     return self._bound(model).argument_names()
 
+  @check_arguments(DecodeError)
   def as_function(
     self, model: nnx.Module, prompts: AnyArray
   ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
@@ -198,6 +208,7 @@ class Generator:
     return found
 
 
+@check_arguments(DecodeError)
 def generator(
   max_new_tokens: int,
   *,

@@ -26,8 +26,8 @@ class Asked(NamedTuple):
   keys: jax.Array
 
 
-class _Rows(NamedTuple):
-  """Where rows are, dim 0 of all arrays."""
+class _Texts(NamedTuple):
+  """What rows have written so far; dim 0 of all arrays is the rows."""
 
   token: jax.Array
   """The next tokens that they read."""
@@ -52,19 +52,9 @@ class Generated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """Common to all loops.
+  """Common to all loops. `forward` takes (tokens `(rows, n)`, position, state); logits are of the last token.
 
-  Attributes:
-    limit: the maximum number of new tokens of a row.
-    stops: tokens that end a row.
-    sizes: the numbers of prompt tokens, above 1, that are read at once, the largest first.
-    forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last
-      token, `(rows, vocabulary)`. If rows have separate states, `position` has an entry for each row.
-    rows: lays out an array whose dim 0 is the batch.
-    replicated: replicates an array.
-    kept: lays out the stored results of each row: its tokens, and their number.
-    logits: lays out logits `(rows, ..., vocabulary)`.
-    dims: if rows have separate states, the dim of the rows in each array of the state, for `jax.vmap`.
+  `sizes`: prompt tokens, above 1, read at once. `rows`, `replicated`, `kept` and `logits` lay out arrays.
   """
 
   limit: int
@@ -84,7 +74,7 @@ class Loop:
       found |= tokens == stop
     return found
 
-  def unfinished(self, rows: _Rows, step: jax.Array, last: jax.Array) -> jax.Array:
+  def unfinished(self, rows: _Texts, step: jax.Array, last: jax.Array) -> jax.Array:
     """Whether a row may still write. Whether all have ended takes an all-reduce for each token."""
     return ~jnp.all(rows.ended) if self.stops else step < last
 
@@ -104,10 +94,7 @@ class Loop:
     return carry
 
   def read_prefix(self, prefix: jax.Array, most: int, rows: int, state: PyTree) -> PyTree:
-    """The state after some rows have read the tokens ahead of all prompts, `(n,)`, at most so many at once.
-
-    Their positions are below 0, where prompts begin.
-    """
+    """The state after the tokens ahead of all prompts, at positions below 0, `most` at once."""
     (length,) = prefix.shape
     part = min(most, length)
 
@@ -158,8 +145,7 @@ class Steps(NamedTuple):
 def sizes_of(most: int, width: int, *, equal: bool) -> tuple[int, ...]:
   """The numbers of prompt tokens that are read at once; the last token of a prompt is read for its logits.
 
-  Prompts of equal length are read in parts and a rest. For other prompts, each size is an eighth of the one
-  before, so that few single tokens remain after few calls.
+  Equal prompts: parts and a rest. Others: each size is an eighth of the one before, so few tokens remain.
   """
   last = width - 1
   part = min(most, last)
@@ -189,17 +175,17 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> Ste
   )
 
 
-def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Rows:
+def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Texts:
   """Rows that have read so many tokens of their prompts."""
   batch = asked.prompts.shape[0]
   counts = loop.kept(jnp.zeros((batch,), jnp.int32))
   found = loop.kept(jnp.zeros((batch, loop.limit), jnp.int32))
-  return _Rows(loop.kept(_column(asked.prompts, position)), found, counts, counts != 0)
+  return _Texts(loop.kept(_column(asked.prompts, position)), found, counts, counts != 0)
 
 
 def _advanced(
-  loop: Loop, sampling: Sampling, asked: Asked, position: jax.Array, rows: _Rows, logits: jax.Array
-) -> _Rows:
+  loop: Loop, sampling: Sampling, asked: Asked, position: jax.Array, rows: _Texts, logits: jax.Array
+) -> _Texts:
   """Rows after a token at a position, whose logits these are."""
   drawn = loop.rows(jax.vmap(jax.random.fold_in)(asked.keys, rows.counts))
   chosen = loop.kept(sampling.choose(loop.logits(logits), drawn))
@@ -207,7 +193,7 @@ def _advanced(
   writes = ~reads & ~rows.ended
   here = writes[:, None] & (jnp.arange(loop.limit)[None] == rows.counts[:, None])
   counts = rows.counts + writes.astype(jnp.int32)
-  return _Rows(
+  return _Texts(
     token=loop.kept(jnp.where(reads, _column(asked.prompts, position + 1), chosen)),
     found=loop.kept(jnp.where(here, chosen[:, None], rows.found)),
     counts=counts,
@@ -215,7 +201,7 @@ def _advanced(
   )
 
 
-def _written(row: jax.Array, before: _Rows, after: _Rows) -> Written:
+def _written(row: jax.Array, before: _Texts, after: _Texts) -> Written:
   return Written(row, jnp.where(after.counts > before.counts, after.token, -1))
 
 
@@ -234,7 +220,7 @@ class _Slots(NamedTuple):
   """The prompt that a slot works on; the number of prompts, if no prompt is left."""
   position: jax.Array
   """Tokens that its cache has read."""
-  rows: _Rows
+  rows: _Texts
   state: PyTree
   done: Generated
   """The results of the requests that have ended."""
@@ -247,9 +233,7 @@ def by_slots(
 ) -> Steps:
   """Continues any number of prompts in as many slots as `fresh` has rows; free slots take new prompts.
 
-  In a step, slots with a long prompt first read a part of it in one call, if any can: all of them, or one
-  slot on each of the `shards` of the slots, the one with the oldest request. Then each slot reads one token,
-  of its prompt or its own. So a new prompt delays a token of the other slots by one call at most.
+  In a step, a long prompt reads a part first: in each slot, or in one on each of `shards`, the oldest.
   """
   asked = jax.tree.map(loop.replicated, asked)
   requests = asked.prompts.shape[0]
@@ -257,7 +241,7 @@ def by_slots(
   def of(request: jax.Array) -> Asked:
     return jax.tree.map(lambda x: x[jnp.minimum(request, requests - 1)], asked)
 
-  def begun(request: jax.Array) -> _Rows:
+  def begun(request: jax.Array) -> _Texts:
     rows = _begun(loop, of(request), jnp.zeros((), jnp.int32))
     return rows._replace(ended=request >= requests)
 

@@ -18,11 +18,7 @@ Call = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The options of a generator; see `generator`.
-
-  Raises:
-    DecodeError: options that do not fit.
-  """
+  """The options of `generator`, checked."""
 
   max_new_tokens: int
   sampling: Sampling
@@ -55,10 +51,7 @@ def check_count(name: str, count: object) -> None:
 
 
 class Args(NamedTuple):
-  """The values that differ between calls: global arrays.
-
-  `lengths` is None if no prompt is padded, and `prefix` if there is none.
-  """
+  """The arrays that differ between calls; `lengths` is None if no prompt is padded."""
 
   prompts: AnyArray
   lengths: AnyArray | None
@@ -74,12 +67,7 @@ class Args(NamedTuple):
 
 @dataclasses.dataclass
 class Used(LayersUsed):
-  """How a generator computed its layers and read its prompts; print it.
-
-  Attributes:
-    prompts: how many tokens of a prompt are read at once, and why not more; empty if prompts are read token
-      by token.
-  """
+  """How a generator computed its layers and read its prompts (nothing: token by token); print it."""
 
   prompts: str = ""
 

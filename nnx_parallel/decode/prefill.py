@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.core.calls import around_calls
+from nnx_parallel.core.types import AnyArray
 
 
-def read_several(model: nnx.Module) -> None:
-  """Changes a copy of a model, made for one trace: its attentions write all positions into their caches."""
-  for _, node in nnx.iter_modules(model):
-    if isinstance(node, nnx.MultiHeadAttention) and node.decode and node.cached_key is not None:
-      # A transform such as nnx.scan makes the module anew, by its class.
-      node.__class__ = _reading(type(node))
+@contextlib.contextmanager
+def read_several(model: nnx.Module) -> Generator[None]:
+  """In its body, the attentions of a copy of a model write all positions into their caches."""
+  found = [node for _, node in nnx.iter_modules(model) if isinstance(node, nnx.MultiHeadAttention)]
+  with around_calls((node, _read_several) for node in found):
+    yield
 
 
-@functools.cache
-def _reading(kind: type) -> type:
-  return types.new_class(kind.__name__, (_ReadsSeveral, kind))
-
-
-class _ReadsSeveral(nnx.MultiHeadAttention):
+def _read_several(call: Callable[..., Any], node: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
   """An attention that is called as in training, and attends to its cache."""
-
-  def __call__(self, *args: PyTree, **options: PyTree) -> PyTree:
-    attend = self.attention_fn
-    self.decode, self.attention_fn = False, functools.partial(_through_cache, self, attend)
-    try:
-      return super().__call__(*args, **options)
-    finally:
-      self.decode, self.attention_fn = True, attend
+  if not node.decode or node.cached_key is None:  # or a subclass calls `super().__call__`
+    return call(node, *args, **options)
+  attend = node.attention_fn
+  node.decode, node.attention_fn = False, functools.partial(_through_cache, node, attend)
+  try:
+    return call(node, *args, **options)
+  finally:
+    node.decode, node.attention_fn = True, attend
 
 
 def _through_cache(

@@ -23,13 +23,7 @@ _ROWS = "the rows"
 def dims_of_rows(
   call: Callable[..., Sequence[jax.Array]], tokens: AnyArray, caches: PyTree
 ) -> list[int | None]:
-  """For each cache, the dim that holds the rows of the batch; None for values that the rows share.
-
-  Args:
-    call: `(tokens, caches) -> caches`.
-    tokens: tokens `(batch, 1)`.
-    caches: the caches for this batch, a list.
-  """
+  """The dim of each cache of `call(tokens, caches)` that holds the rows; None for values that they share."""
   closed = jax.make_jaxpr(call)(tokens, caches)
   given = Flow(((_ROWS,), ()), data=True)
   flows = [_nothing(x) for x in caches]

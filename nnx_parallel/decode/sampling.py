@@ -7,9 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.errors import DecodeError
 
 
+@check_arguments(DecodeError)
 @dataclasses.dataclass(frozen=True)
 class Sampling:
   """How `nxp.generator` chooses a token from the logits; greedy by default.
@@ -53,6 +55,7 @@ class Sampling:
         fix="Sampling(temperature=1.0, top_k=40)",
       )
 
+  @check_arguments(DecodeError)
   def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
     """Chooses one token for each row.
 
@@ -62,7 +65,16 @@ class Sampling:
 
     Returns:
       int32 tokens `(batch,)`.
+
+    Raises:
+      DecodeError: the shapes do not fit.
     """
+    if logits.ndim != 2 or (self.temperature and keys.shape[:1] != logits.shape[:1]):
+      raise DecodeError(
+        "choose needs logits of rows of tokens, and a key for each row.",
+        details=f"logits {logits.shape}, keys {keys.shape}",
+        fix="choose(logits[:, -1], jax.random.split(key, len(logits)))",
+      )
     logits = logits.astype(jnp.float32)
     if self.temperature == 0:
       return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -1,19 +1,15 @@
-"""Barriers between processes, one value for all processes, work for one process of a host."""
+"""Barriers between processes, and work for one process of a host."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 from collections.abc import Callable
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from nnx_parallel.core.mesh import no_mesh
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.processes import Exchange, wait_for_all
-from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import HostError
 
 
@@ -35,6 +31,7 @@ def main_process() -> bool:
   return jax.process_index() == 0
 
 
+@check_arguments(HostError)
 def barrier(name: str, *, timeout: float = 300) -> None:
   """Waits until all processes have called `barrier` with the same name the same number of times.
 
@@ -53,68 +50,11 @@ def barrier(name: str, *, timeout: float = 300) -> None:
     >>> import nnx_parallel as nxp
     >>> nxp.hosts.barrier("the data is there", timeout=60)
   """
-  if jax.process_count() == 1:
-    return
-  wait_for_all(name, timeout)
-
-
-@no_mesh()
-def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree:
-  """Sends the value of one process to all processes. All processes must call it.
-
-  Args:
-    value: anything that can be pickled: text, numbers, a pytree of arrays. Only the value of the process
-      `source` counts, so other processes may pass None. Arrays with shards on other processes are an error;
-      all processes already share them.
-    source: the number of the process whose value is sent.
-    timeout: the time to wait for the other processes, in seconds.
-
-  Returns:
-    The value of `source`, with `jax.Array`s as NumPy arrays.
-
-  Raises:
-    HostError: a process did not arrive in time (the message names it), or the value cannot be sent. All
-      processes raise the error.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> nxp.hosts.broadcast({"run": "2026-11-23", "seed": 7})
-    {'run': '2026-11-23', 'seed': 7}
-  """
-  if not 0 <= source < jax.process_count():
-    raise HostError(
-      f"there is no process {source} to broadcast from.",
-      fix=f"source= from 0 to {jax.process_count() - 1}.",
-    )
-  mine = jax.process_index() == source
-  sent = _packed(value) if mine else b""
   if jax.process_count() > 1:
-    barrier(f"broadcast from process {source}", timeout=timeout)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent)), is_source=mine))
-    data = np.frombuffer(sent, np.uint8) if mine else np.zeros(length, np.uint8)
-    sent = np.asarray(multihost_utils.broadcast_one_to_all(data, is_source=mine)).tobytes()
-  problem, result = pickle.loads(sent)
-  if problem:
-    raise HostError(
-      f"the value of process {source} cannot be sent.",
-      details=problem,
-      fix="text, numbers, numpy arrays and containers of these; to_host(tree) first for global arrays.",
-    )
-  return result
+    wait_for_all(name, timeout)
 
 
-def _packed(value: PyTree) -> bytes:
-  """The value or its error: the other processes wait for either."""
-  try:
-    return pickle.dumps(("", jax.tree.map(_on_host, value)))
-  except Exception as error:  # noqa: BLE001 (pickling runs code of the value's own)
-    return pickle.dumps((f"{type(error).__name__}: {error}", None))
-
-
-def _on_host(leaf: Leaf) -> AnyArray:
-  return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
+@check_arguments(HostError)
 def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> bool:
   """Calls a function on one process of each host. All processes wait until all hosts are done.
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import finish_saves, report_lost
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.errors import HostError, NnxParallelWarning
 from nnx_parallel.hosts.rollcall import roll_call
 
@@ -60,6 +61,7 @@ class Processes:
     )
 
 
+@check_arguments(HostError)
 def init_distributed(
   address: str | None = None,
   count: int | None = None,
@@ -196,12 +198,7 @@ def _join(
 
 
 def from_torchrun(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
-  """Address, count and index from the variables of torchrun; None without them.
-
-  Example:
-    >>> from_torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
-    ('node0:29500', 2, 1)
-  """
+  """Address, count and index from the variables of torchrun; None without them."""
   if "RANK" not in environment or "WORLD_SIZE" not in environment:
     return None
   names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -225,15 +222,7 @@ def from_torchrun(environment: Mapping[str, str]) -> tuple[str, int, int] | None
 def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
   """The `local_device_ids` to pass to JAX: `[]` for all visible devices, None for JAX's own choice.
 
-  Under Slurm and Open MPI, JAX gives each task the GPU of its local number. That is wrong if a task is alone
-  on its host (it would use one GPU of eight), and if the scheduler shows each task only its own GPU, as
-  number 0.
-
-  Example:
-    >>> visible_devices({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}), visible_devices({"SLURM_LOCALID": "3"})
-    ([], None)
-    >>> visible_devices({"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"})
-    [3]
+  JAX's choice is the GPU of the task's local number: wrong if the task is alone, or sees only its own.
   """
   visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("ROCR_VISIBLE_DEVICES", ""))
   one_gpu = bool(visible) and "," not in visible
@@ -322,11 +311,9 @@ def mark_failed() -> None:
 
 
 def end_at_once_on_failure() -> None:
-  """After an uncaught exception, ends the process before JAX waits for the other processes at exit.
+  """After an uncaught exception, ends the process, and finishes background saves before.
 
-  They may wait for this process in a collective, and JAX's exit waits for them: up to five minutes. Python's
-  own exit waits for threads, and a thread of Orbax may wait for a process whose save failed. Background saves
-  are finished first.
+  JAX's exit waits for the others, which may wait for us: five minutes; Python's waits for Orbax's threads.
   """
   former = sys.excepthook
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -12,7 +13,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes, no_mesh
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.hosts.samples import Last, Sampler, Samples
@@ -55,6 +58,8 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
   """
   check_plan(plan, "shard_batch(batch, plan)")
   _check_devices(plan)
+  if not isinstance(global_batch, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise ShardingError(f"global_batch={global_batch!r:.60} is no flag.", fix="global_batch=True")
 
   def place(path: Any, leaf: Leaf) -> jax.Array:
     name = f"batch{jax.tree_util.keystr(path)}"
@@ -79,8 +84,7 @@ def check_concrete(name: str, value: Leaf) -> None:
 def _check_devices(plan: Plan) -> None:
   if isinstance(plan.mesh, AbstractMesh):
     raise ShardingError(
-      "a batch cannot be placed on an abstract mesh.",
-      fix="plan on real devices with make_mesh(...).",
+      "a batch cannot be placed on an abstract mesh.", fix="plan on real devices with make_mesh(...)."
     )
 
 
@@ -154,6 +158,7 @@ def _from_rows(name: str, host: np.ndarray, length: int, rows: np.ndarray, plan:
   return jax.make_array_from_callback(shape, sharding, part)
 
 
+@check_arguments(TrainError, batch=1, start=0, threads=1, prefetch=0)
 def batches(
   source: Iterable[PyTree] | Samples,
   plan: Plan,
@@ -225,6 +230,11 @@ def batches(
         details=f"a {type(source).__module__}.{type(source).__qualname__}",
         fix="nxp.batches(source, plan, batch=...) if its items are samples;\n"
         "nxp.batches(iter(source), plan) if they are batches.",
+      )
+    if not isinstance(source, Iterable) or isinstance(source, io.IOBase):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise TrainError(
+        f"batches needs an iterable of batches, and got {with_article(type(source).__name__)}.",
+        fix="nxp.batches(iterator, plan), or nxp.batches(samples, plan, batch=...).",
       )
     host = cast("Iterable[Any]", source)
     return _ahead(iter(host), lambda one: shard_batch(one, plan, global_batch=global_batch), prefetch)

@@ -8,11 +8,14 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
+from nnx_parallel.errors import HostError
 from nnx_parallel.hosts.agree import barrier
 
 
+@check_arguments(HostError)
 @no_mesh()
 def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
   """Fetches every array of `tree` as a complete NumPy array, on every process.
@@ -42,17 +45,13 @@ def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
     >>> type(arrays["kernel"]).__name__, arrays["kernel"].shape
     ('ndarray', (16, 8))
   """
-  held = jax.tree.map(_held, tree, is_leaf=_is_nnx)
+  held = jax.tree.map(_held, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.State, nnx.Variable)))
   arrays = jax.tree.map(_array_of, held)
   here = jax.device_get([x for x in jax.tree.leaves(arrays) if _is_here(x)])
   fetched = iter(here)
   if any(isinstance(x, jax.Array) and not _is_here(x) for x in jax.tree.leaves(arrays)):
     barrier("to_host", timeout=timeout)
   return jax.tree.map(lambda x: next(fetched) if _is_here(x) else _gathered(x), arrays)
-
-
-def _is_nnx(node: object) -> bool:
-  return isinstance(node, (nnx.Pytree, nnx.State, nnx.Variable))
 
 
 def _held(node: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import math
 import os
 import signal
 import socket
@@ -34,19 +35,13 @@ END_AFTER_S = 0.5  # between a failure and the forced end of the others, which c
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """The command of a job, and how to supervise it; the options of `nnx-parallel launch` explain the others.
-
-  Attributes:
-    again: the command after an attempt that made a step; by default the same.
-    devices_per_process: the number of simulated CPU devices of each process; None for accelerators.
-    cluster: whether the one process gets its number and its peers from the scheduler's variables, unchanged.
-  """
+  """The command of a job, and the options of `launch`; `again` is the command once a step was made."""
 
   command: Sequence[str]
   again: Sequence[str] = ()
   processes: int = 1
   devices_per_process: int | None = None
-  cluster: bool = False
+  cluster: bool = False  # the scheduler's variables say the number and the peers of the one process
   restarts: int = 0
   pause: float = 1.0
   hang_after: float | None = None
@@ -108,11 +103,7 @@ class Worker:
     return True
 
   def failed_at(self) -> float | None:
-    """When it failed, as far as is known: at its last traceback, or when it ended with an error.
-
-    A process that is killed is seen to end a little after it does, and its peers complain at once. One that
-    aborts does so because of a peer.
-    """
+    """When it failed: at its last traceback, or when it ended. Peers complain at once when one is killed."""
     if self.code is None or self.code == STOPPED:
       return self.complained or None
     if self.code > 128 and self.code not in (128 + signal.SIGABRT, 128 + signal.SIGTERM):
@@ -135,14 +126,9 @@ class Worker:
 
 
 def launch(job: Job, write: Callable[[str], None] = print) -> int:
-  """Runs a job to its end: all processes ended well, the budget of restarts is used up, or a signal came.
+  """Runs a job to its end; no process outlives the launcher. Several threads call `write` with a line.
 
-  SIGTERM and the first Ctrl-C are passed on to the processes, which may save; the second ends them at once.
-  No process outlives the launcher, even if the launcher is killed. Several threads call `write` with a line.
-
-  Returns:
-    0, the code of the process that failed first, 75 if a process was asked to stop (SIGTERM, to the launcher
-    or to any process) and all processes saved and ended in order, or 128 + n after another end by a signal.
+  Returns 0, the code of the first that failed, 75 after an orderly stop, or 128 + n after another signal.
   """
   best, pause, code = -1, job.pause, 0
   with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
@@ -150,25 +136,21 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
       command = job.again if best >= 0 and job.again else job.command
       attempt = _Attempt(job, command, number, Path(folder), came, write)
       code = attempt.run()
-      if code == 0 or came or code in FINAL_CODES or not job.restarts:
+      if came or code in (0, *FINAL_CODES) or not job.restarts:
         return code
       if number == job.restarts:
         break
       if (step := max(attempt.steps().values(), default=-1)) > best:
         best, pause = step, job.pause
       write(f"-- restart {number + 1} of {job.restarts} in {pause:g} s")
-      _wait(pause, came)
+      until = time.monotonic() + pause
+      while not came and time.monotonic() < until:
+        time.sleep(LOOK_S)
       if came:
         return 128 + came[0]
       pause = min(2 * pause, LONGEST_PAUSE_S)
   write(f"-- no restart is left of {job.restarts}")
   return code
-
-
-def _wait(seconds: float, came: list[int]) -> None:
-  until = time.monotonic() + seconds
-  while not came and time.monotonic() < until:
-    time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -195,19 +177,22 @@ class _Attempt:
   write: Callable[[str], None]
   workers: list[Worker] = dataclasses.field(default_factory=list[Worker])
   code: int = 0
-  failed: bool = False
-  failed_at: float = 0.0
+  failed_at: float = 0.0  # 0: not
   signalled: int = 0
-  end_by: float = float("inf")
+  end_by: float = math.inf
   started: float = dataclasses.field(default_factory=time.monotonic)
 
   def run(self) -> int:
     """Returns the exit code when all processes, and all processes that they started, have ended."""
+    job, port = self.job, free_port()
     low, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
     watched = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)  # `low` is 0 if stdin is closed, which workers open
     os.close(low)
     try:
-      self._start(watched)
+      for n in range(job.processes):
+        variables = worker_variables(job, n, port, os.environ) | {"NNX_PARALLEL_ATTEMPT": str(self.number)}
+        variables[VARIABLE] = str(self.folder / f"{self.number}-{n}")
+        self.workers.append(Worker(n, self.command, variables, watched, self.write))
       while any(worker.code is None for worker in self.workers):
         time.sleep(LOOK_S)
         self._look()
@@ -216,22 +201,14 @@ class _Attempt:
         worker.end()
       os.close(watched)
       os.close(alive)
-    if self.failed:
+    if self.failed_at:
       self._show_failures()
     codes = {worker.code for worker in self.workers}
-    return STOPPED if not self.failed and codes <= {0, STOPPED} and STOPPED in codes else self.code
+    return STOPPED if not self.failed_at and codes <= {0, STOPPED} and STOPPED in codes else self.code
 
   def steps(self) -> dict[int, int]:
     """The last step of each process that has made one."""
     return {worker.number: worker.step for worker in self.workers if worker.step is not None}
-
-  def _start(self, watched: int) -> None:
-    job, port = self.job, free_port()
-    for n in range(job.processes):
-      beats = str(self.folder / f"{self.number}-{n}")
-      variables = worker_variables(job, n, port, os.environ)
-      variables |= {VARIABLE: beats, "NNX_PARALLEL_ATTEMPT": str(self.number)}
-      self.workers.append(Worker(n, self.command, variables, watched, self.write))
 
   def _look(self) -> None:
     """Checks which processes ended or hang and which signals came, and reacts."""
@@ -243,23 +220,20 @@ class _Attempt:
         self.code = STOPPED
         self.end_by = min(self.end_by, time.monotonic() + self.job.grace)
       elif ended is not None:
-        first = min(self.workers, key=lambda worker: worker.failed_at() or float("inf"))
+        first = min(self.workers, key=lambda worker: worker.failed_at() or math.inf)
         first = first if first.failed_at() is not None else ended
         how = describe(first.code) if first.code else "it raised an error, and waits for the others"
         self._fail(first, first.code or 1, f"failed first: {how}")
       elif (hung := self._hung()) is not None:
         self._fail(hung, 1, f"hangs: no step for {self.job.hang_after:g} s; last steps {self.steps()}")
-    if not self.failed and len(self.came) > self.signalled:
+    if not self.failed_at and len(self.came) > self.signalled:
       self._pass_on()
-    if time.monotonic() > self.end_by or (self.failed and self.came):
+    if time.monotonic() > self.end_by or (self.failed_at and self.came):
       self._signal(signal.SIGKILL)
       self.end_by = time.monotonic() + 1
 
   def _ended(self) -> Worker | None:
-    """A process that was not known to have ended, with an error.
-
-    Of several, one that was killed: the others fail within a tenth of a second, as it no longer answers.
-    """
+    """A process that just ended with an error; of several one that was killed, at which the others fail."""
     ended = [worker for worker in self.workers if worker.code is None and worker.has_ended()]
     failed = (worker for worker in ended if worker.code)
     return max(failed, key=lambda worker: (worker.code != STOPPED, worker.code), default=None)
@@ -267,13 +241,13 @@ class _Attempt:
   def _hung(self) -> Worker | None:
     """The process behind all others, if a process has made no step for too long."""
     stepped = [worker for worker in self.workers if worker.code is None and worker.step is not None]
-    limit = float("inf") if self.job.hang_after is None else self.job.hang_after
-    if not any(time.monotonic() - worker.stepped > limit for worker in stepped):
+    oldest = min((worker.stepped for worker in stepped), default=math.inf)
+    if time.monotonic() - oldest <= (self.job.hang_after or math.inf):
       return None
     return min(stepped, key=lambda worker: (worker.step, worker.stepped))
 
   def _fail(self, worker: Worker, code: int, how: str) -> None:
-    self.code, self.failed, self.failed_at = code, True, time.monotonic()
+    self.code, self.failed_at = code, time.monotonic()
     self.write(f"-- process {worker.number} {how} after {time.monotonic() - self.started:.1f} s")
     for other in self.workers:
       if other.code == 0 and time.monotonic() - other.ended > WELL_BEFORE_S:
@@ -286,13 +260,12 @@ class _Attempt:
 
   def _show_failures(self) -> None:
     """The last lines of each process that failed, in the order of their failures, where several did."""
-    known = [(worker.failed_at() or float("inf"), worker.number, worker) for worker in self.workers]
+    known = [(worker.failed_at() or math.inf, worker.number, worker) for worker in self.workers]
     failed = sorted(one for one in known if one[0] <= self.failed_at)  # the others may be what we ended
-    for at, _, worker in failed if len(failed) > 1 else ():
+    for at, number, worker in failed if len(failed) > 1 else ():
       after = max(0.0, at - self.started)
-      self.write(f"-- process {worker.number}, {describe(worker.code or 0)}, failed after {after:.1f} s:")
-      for line in worker.last:
-        self.write(f"--   {line}")
+      self.write(f"-- process {number}, {describe(worker.code or 0)}, failed after {after:.1f} s:")
+      self.write("\n".join(f"--   {line}" for line in worker.last))
 
   def _signal(self, number: signal.Signals) -> None:
     for worker in self.workers:

@@ -29,14 +29,7 @@ class Samples(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-  """Global batches of consecutive samples: from `start` to `start + size`, and so on, to the end.
-
-  Attributes:
-    source: the samples.
-    size: samples in a global batch.
-    start: the global index of the first sample.
-    last: how to handle a shorter last batch.
-  """
+  """Global batches of consecutive samples: from `start` to `start + size`, and so on, to the end."""
 
   source: Samples
   size: int
@@ -96,15 +89,9 @@ class Sampler:
     return {**found, MASK: index == real}
 
   def read(self, rows: dict[int, np.ndarray], *, threads: int, ahead: int) -> Iterator[PyTree]:
-    """Reads in the background, with so many threads and so many batches ahead.
+    """Reads these rows, for each length of a batch, in the background.
 
-    Args:
-      rows: for each length of a batch, the rows of it that this process reads.
-      threads: how many samples are read at a time.
-      ahead: how many batches are read ahead.
-
-    Yields:
-      The number of rows of the global batch, and a tree of arrays with this process's rows on dim 0.
+    Yields the number of rows of the global batch, and a tree of arrays with this process's rows on dim 0.
     """
     readers, stacker = ThreadPoolExecutor(threads), ThreadPoolExecutor(1)
     futures: deque[Any] = deque()

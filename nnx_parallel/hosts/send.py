@@ -1,46 +1,34 @@
-"""Sends arrays, or the values of a module, to devices of another mesh, and counts the bytes."""
+"""Sends arrays, or the values of a module, to devices of another mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import TypeVar, overload
 
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import array_leaves, path_str
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import listed
-from nnx_parallel.core.types import AnyArray, PyTree, Variable
+from nnx_parallel.core.types import PyTree, Variable
 from nnx_parallel.create.reshard import resized
-from nnx_parallel.create.slicing.assemble import put
-from nnx_parallel.errors import ShardingError
+from nnx_parallel.create.slices import put
+from nnx_parallel.errors import HostError, ShardingError
 from nnx_parallel.hosts.data import check_concrete, shard_batch
 from nnx_parallel.layout.plan import Plan
 
-T = TypeVar("T")
 M = TypeVar("M", bound=nnx.Module)
 
 
-class Sent(NamedTuple, Generic[T]):
-  """The result of `send`.
-
-  Attributes:
-    value: the arrays on the other mesh, or the module that got the values.
-    nbytes: the number of bytes that the devices receive from other devices or from the host: the shards of
-      each device, without the parts that the device already held.
-  """
-
-  value: T
-  nbytes: int
-
-
 @overload
-def send(source: nnx.Module, to: M) -> Sent[M]: ...
+def send(source: nnx.Module, to: M) -> M: ...
 @overload
-def send(source: PyTree, to: Plan) -> Sent[PyTree]: ...
-def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
+def send(source: PyTree, to: Plan) -> PyTree: ...
+@check_arguments(HostError)
+def send(source: PyTree, to: nnx.Module | Plan) -> PyTree:
   """Sends arrays, or the values of a module, to the devices of another mesh.
 
   Models of one job may live on meshes with different devices: a teacher and a student, a trainer and a
@@ -55,7 +43,7 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
       they are sent.
 
   Returns:
-    The arrays, or the module `to`, and the bytes that were sent.
+    The arrays on the other mesh, or the module `to`.
 
   Raises:
     ShardingError: a Variable of `to` has no counterpart of its shape in `source`; the mesh axes do not divide
@@ -69,18 +57,16 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
     >>> init, rules = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.fsdp(min_size=8)
     >>> trainer = nxp.create_sharded_model(init, nxp.make_mesh(fsdp=4, devices=first), rules)
     >>> sampler = nxp.create_sharded_model(init, nxp.make_mesh(fsdp=4, devices=last), rules)
-    >>> nxp.parallel.send(trainer, sampler).nbytes  # (8 * 64 + 64) * 4
-    2304
+    >>> nxp.parallel.send(trainer, sampler) is sampler
+    True
   """
   if isinstance(to, Plan) and not isinstance(source, nnx.Module):
     try:
-      placed = shard_batch(source, to)
+      return shard_batch(source, to)
     except ValueError as error:
       if jax.process_count() == 1 or isinstance(error, ShardingError):
         raise
       raise _across_processes(str(error).split("\n")[0]) from error
-    pairs = zip(jax.tree.leaves(source), jax.tree.leaves(placed), strict=True)
-    return Sent(placed, sum(_arriving_bytes(before, after) for before, after in pairs))
   if not isinstance(to, nnx.Module) or not isinstance(source, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise ShardingError(
       f"send(source, to) got a {type(source).__name__} and a {type(to).__name__}.",
@@ -105,17 +91,13 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
     raise _across_processes(
       f"from {len(held)} devices to {len(wanted)}, {len(held & wanted)} of them the same"
     )
-  count = 0
   with no_mesh():
     for path, goal in theirs.items():
       value, old = mine[path].get_raw_value(), goal.get_raw_value()
       if value.shape != old.shape:
         value = resized(value, tuple(goal.shape), tuple(old.shape))
-      ready = value.astype(old.dtype)
-      new = put(ready, old.sharding)
-      count += _arriving_bytes(ready, new)
-      goal.set_raw_value(new)
-  return Sent(to, count)
+      goal.set_raw_value(put(value.astype(old.dtype), old.sharding))
+  return to
 
 
 def _across_processes(details: str) -> ShardingError:
@@ -133,23 +115,3 @@ def _variables(module: nnx.Module) -> Mapping[tuple[object, ...], Variable]:
     for path, leaf in array_leaves(module).items()
     if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
   }
-
-
-def _arriving_bytes(before: AnyArray, after: jax.Array) -> int:
-  """Bytes of the shards of `after` that their devices do not hold as parts of `before`."""
-  held = before.sharding.devices_indices_map(before.shape) if isinstance(before, jax.Array) else {}
-  elements = 0
-  for device, index in after.sharding.devices_indices_map(after.shape).items():
-    elements += _overlap(index, index, after.shape)
-    if device in held and before.shape == after.shape:
-      elements -= _overlap(index, held[device], after.shape)
-  return elements * after.dtype.itemsize
-
-
-def _overlap(a: tuple[slice, ...], b: tuple[slice, ...], shape: tuple[int, ...]) -> int:
-  """The number of elements that two blocks of an array share."""
-  count = 1
-  for one, other, size in zip(a, b, shape, strict=True):
-    (start, stop, _), (first, last, _) = one.indices(size), other.indices(size)
-    count *= max(0, min(stop, last) - max(start, first))
-  return count

@@ -11,6 +11,8 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.errors import HostError
 from nnx_parallel.hosts.heartbeat import STOPPED, beat
 
 
@@ -45,6 +47,7 @@ class StopSignals:
     self._together = False
     self._process: int | None = None  # that is in the block
 
+  @check_arguments(HostError)
   def asked(self, step: int) -> bool:
     """Returns whether to stop now; the answer is the same on all processes.
 

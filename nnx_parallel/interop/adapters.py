@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint.diff import Patterns
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.shards import pinned
@@ -26,6 +27,7 @@ LINEAR = (nnx.Linear, nnx.LinearGeneral)
 _first_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
+@check_arguments(CheckpointError, rank=range(1, 2**16))
 def add_lora(
   model: nnx.Module,
   targets: str | Iterable[str],
@@ -70,8 +72,8 @@ def add_lora(
     >>> model.layers[0].lora.lora_a.shape, model.layers[0].lora.lora_b.shape
     ((8, 2), (2, 16))
   """
-  if rank < 1:
-    raise CheckpointError(f"rank={rank} is not a rank of an adapter.", fix="rank=8")
+  if not jnp.issubdtype(param_dtype, jnp.floating):
+    raise CheckpointError(f"param_dtype={param_dtype!r} is no floating dtype.", fix="param_dtype=jnp.float32")
   patterns = Patterns([targets] if isinstance(targets, str) else targets, ())
   layers = linear_layers(model)
   chosen = {path: layer for path, layer in layers.items() if not patterns.leaves_out(path)}
@@ -82,6 +84,8 @@ def add_lora(
       fix='use patterns of such paths: add_lora(model, "layers.*.self_attn.*", rank=8, rngs=rngs).',
     )
   for path, layer in chosen.items():
+    _check_layer(path or "the model", layer)
+  for path, layer in chosen.items():
     adapt(path, layer, rank, 1.0 if alpha is None else alpha / rank, rngs, param_dtype)
   return [*chosen]
 
@@ -91,8 +95,8 @@ def linear_layers(model: nnx.Module) -> dict[str, Any]:
   return {path_str(path): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, LINEAR)}
 
 
-def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: DTypeLike) -> None:
-  """Adds an adapter to one linear layer, in place."""
+def _check_layer(path: str, layer: Any) -> None:
+  """Refuses a layer that has an adapter, or that is stacked."""
   shape, inputs = tuple(layer.kernel.shape), _features(layer.in_features)
   if hasattr(layer, "lora"):
     raise CheckpointError(f"{path} has an adapter already.", fix="use patterns that name each layer once.")
@@ -102,6 +106,12 @@ def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_
       details=f"inputs {inputs}, outputs {_features(layer.out_features)}",
       fix="call add_lora on the block, inside the function that nnx.vmap maps.",
     )
+
+
+def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: DTypeLike) -> None:
+  """Adds an adapter to one linear layer, in place."""
+  _check_layer(path, layer)
+  inputs = _features(layer.in_features)
   layer.lora = nnx.LoRA(
     math.prod(inputs),
     rank,
@@ -140,6 +150,7 @@ def _features(given: PyTree) -> tuple[int, ...]:
   return (given,) if isinstance(given, int) else tuple(given)
 
 
+@check_arguments(CheckpointError)
 @no_mesh()
 def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None = None) -> list[str]:
   """Adds the adapters of one model to the weights of another, in place and in their layout.
@@ -173,7 +184,13 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
     True
   """
   weights, found = variables(base), variables(adapted)
-  pairs = {_weight(path): (path, (*path[:-1], _second(path))) for path in found if _is_first(path)}
+  pairs: dict[Path, tuple[Path, Path]] = {}  # weight -> its two factors
+  for path in found:
+    *place, name = path
+    if str(name).endswith("lora_a"):
+      # Those of `nnx.LoRA` are in a module beside the kernel, and those of Qwix beside it under its name.
+      weight = (*place[:-1], "kernel") if name == "lora_a" else (*place, str(name).removesuffix("_lora_a"))
+      pairs[weight] = path, (*place, str(name).removesuffix("a") + "b")
   if not pairs:
     raise CheckpointError(
       f"{type(adapted).__name__} has no adapter.",
@@ -192,7 +209,7 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   layers: dict[Any, nnx.Module] = dict(nnx.iter_modules(adapted))
   for path, (a, b) in pairs.items():
     leaf, own = weights[path], getattr(layers.get(path[:-1]), "lora_scale", 1.0)
-    times = own if scale is None else scale
+    times = float(own if scale is None else scale)
     leaf.set_value(_merged(value_of(leaf), value_of(found[a]), value_of(found[b]), times))
   return [path_str(path) for path in pairs]
 
@@ -208,18 +225,3 @@ def _merged(weight: AnyArray, a: AnyArray, b: AnyArray, scale: float) -> AnyArra
 
   # Not donated: a base may share its arrays with the model that was trained.
   return jax.jit(add)(weight, a, b)
-
-
-def _is_first(path: Path) -> bool:
-  return str(path[-1]).endswith("lora_a")
-
-
-def _second(path: Path) -> str:
-  return str(path[-1]).removesuffix("a") + "b"
-
-
-def _weight(path: Path) -> Path:
-  """The weight that a first factor adapts."""
-  if path[-1] == "lora_a":
-    return (*path[:-2], "kernel")
-  return (*path[:-1], str(path[-1]).removesuffix("_lora_a"))

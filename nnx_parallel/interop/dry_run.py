@@ -11,16 +11,7 @@ from nnx_parallel.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """What happens to an array of the file, or to a leaf of the model.
-
-  Attributes:
-    status: `read`, `write`, `ignored`, `initialised`, `left out`; or `unused`, `missing`, `does not fit`.
-    file: the name in the file, or empty; `*` replaces the numbers of a stack.
-    array: the array's dtype and shape in the file.
-    model: the path in the model, or empty.
-    leaf: the leaf's dtype and shape in the model.
-    note: the spec of a leaf that is read; otherwise the reason.
-  """
+  """What happens to an array of the file, or to a leaf of the model; its name, dtype and shape in both."""
 
   status: str
   file: str = ""
@@ -32,11 +23,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-  """What would happen to each array; prints as a table with equal layers in one row.
-
-  Attributes:
-    rows: one row for each array, or stack of arrays, and leaf.
-  """
+  """One row for each array, or stack of arrays, and leaf; prints as a table with equal layers in one row."""
 
   rows: Sequence[Row]
 

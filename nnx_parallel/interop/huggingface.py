@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, read_tensors
 from nnx_parallel.interop.weights import Rule, WeightMap, is_real
@@ -27,6 +28,7 @@ CONFIG = "config.json"
 TABLES = Path(__file__).with_name("huggingface.toml")
 
 
+@check_arguments(CheckpointError)
 def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
   """Finds the weight map of a model on Hugging Face, for import and for export.
 
@@ -57,11 +59,7 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
 
 
 class Folder:
-  """A model in the format of Hugging Face: its settings, and what its files hold, each read once.
-
-  Args:
-    path: the folder; it may lack the weights.
-  """
+  """A model in the format of Hugging Face: its settings, and the arrays of its files, each read once."""
 
   def __init__(self, path: str | os.PathLike[str]):
     self.path = Path(path)
@@ -76,8 +74,7 @@ class Folder:
   def has_own_head(self) -> bool | None:
     """Whether the weights have a head that differs from the embedding; None without weights.
 
-    Files may hold a head although `config.json` ties it to the embedding. As in transformers, the values
-    decide.
+    The values decide, as in transformers: files may hold a head although `config.json` ties it.
     """
     if not self.tensors:
       return None
@@ -90,10 +87,7 @@ class Folder:
     return WeightMap(*rules, ignore=[*self._table.get("ignore", ()), *same])
 
   def module_names(self, paths: Iterable[str]) -> list[dict[str, str]]:
-    """The names of modules in transformers, by the paths of their kernels here.
-
-    First the names below the class with the head, then those in older files and below the class without it.
-    """
+    """The names of modules in transformers, by the paths of their kernels: present names, and older ones."""
     found = WeightMap(*(self._rule(*row) for row in self._table["rules"])).names_of(paths)
     now = {path: name.removesuffix(".weight") for path, name in found.items()}
     before = dict(now)

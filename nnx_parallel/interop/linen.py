@@ -16,16 +16,19 @@ import numpy as np
 from flax import nnx, serialization, traverse_util
 from flax.core import meta
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import path_str, value_of, variables
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Rule, WeightMap, import_arrays, leaves_to_write
-from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.plan import Plan, check_plan
 
 OTHERS = ("opt_state.*", "step", "tx.*")
 """Fields of a train state other than the variables of the model."""
 
 
+@check_arguments(CheckpointError)
 def linen_names(model: object) -> WeightMap:
   """Returns the names of a model's leaves in Linen: the collection of their type, then their path.
 
@@ -35,12 +38,20 @@ def linen_names(model: object) -> WeightMap:
   Returns:
     A weight map for `import_linen`, `export_linen`, `restore_orbax` and `Checkpointer.restore`.
 
+  Raises:
+    CheckpointError: it is neither a module nor a plan.
+
   Example:
     >>> names = linen_names(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
     >>> sorted(rule.file for rule in names.rules)
     ['batch_stats.mean', 'batch_stats.var', 'params.bias', 'params.scale']
   """
   model = model.abstract_model if isinstance(model, Plan) else model
+  if not isinstance(model, nnx.Pytree | nnx.State):
+    raise CheckpointError(
+      f"linen_names needs a module, and got {with_article(type(model).__name__)}.",
+      fix="linen_names(model), or linen_names(plan).",
+    )
   rules = [
     Rule(f"{nnx.variable_name_from_type(type(leaf), allow_register=True)}.{name}", name)
     for path, leaf in variables(model).items()
@@ -50,6 +61,7 @@ def linen_names(model: object) -> WeightMap:
   return WeightMap(*rules, ignore=OTHERS)
 
 
+@check_arguments(CheckpointError)
 def import_linen(
   source: str | os.PathLike[str] | bytes | Mapping[str, Any],
   plan: Plan,
@@ -90,10 +102,12 @@ def import_linen(
     >>> model.kernel.sharding.spec
     P(None, 'fsdp')
   """
+  check_plan(plan, "import_linen(source, plan)")
   name = "these variables" if isinstance(source, (bytes, Mapping)) else source
   return import_arrays(name, lambda: _read(source), plan, weight_map or linen_names(plan), skip)
 
 
+@check_arguments(CheckpointError)
 def export_linen(
   model: object, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> dict[str, Any]:
@@ -117,10 +131,11 @@ def export_linen(
     >>> export_linen(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))["params"]["kernel"].shape
     (4, 2)
   """
+  names = weight_map or linen_names(model)
   leaves = leaves_to_write(model, skip)
   shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
   flat: dict[tuple[str, ...], Any] = {}
-  for found in (weight_map or linen_names(model)).to_write(leaves):
+  for found in names.to_write(leaves):
     group, _ = found.numbered(shapes)
     layers = [group.layers[layer] for layer in sorted(group.layers)]
     arrays = [value_of(leaves[path]) for path in layers]

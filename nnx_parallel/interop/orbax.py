@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.checkpoint.targets import Only
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import is_key, path_str, plain_path
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
@@ -28,6 +29,7 @@ Keys = tuple[str, ...]
 _Rows = dict[Keys, Any]
 
 
+@check_arguments(CheckpointError)
 def restore_orbax(
   path: str | os.PathLike[str],
   target: object,
@@ -199,11 +201,9 @@ def _placed(array: AnyArray, match: LeafPair) -> AnyArray:
 
 
 def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: int, pad: bool) -> PyTree:
-  """Reads some arrays of one item by Orbax, each process its own shards.
+  """Reads some arrays of one item by Orbax, each process its own shards; with `pad`, into larger arrays.
 
-  The tree has the wanted shape, dtype and sharding in place of each array, without a sharding for a numpy
-  array, and `PLACEHOLDER` in place of unwanted arrays. With `pad`, arrays may be larger than the stored
-  arrays.
+  `tree` has a struct in place of each array (without a sharding: for numpy), or `PLACEHOLDER`.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.
@@ -220,6 +220,12 @@ def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: 
     try:
       return ocp.load(step_dir, abstract, checkpointable_name=item)
     except Exception as error:
+      if "Requested more bytes" in f"{error}{error.__cause__}":
+        raise CheckpointError(
+          f"byte_budget={byte_budget} is less than a stored chunk.",
+          details=str(error),
+          fix="byte_budget=2**28",
+        ) from error
       # Orbax wraps the error that TensorStore raised while it read a shard in a bare `Exception`.
       if type(error) is not Exception or error.__cause__ is None:
         raise

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import CheckpointError
@@ -39,6 +40,7 @@ _FOLLOWED = {
 _OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
 
 
+@check_arguments(CheckpointError)
 def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.PathLike[str]) -> list[str]:
   """Writes the adapters of a model in the format of PEFT, for transformers, vLLM and other programs.
 
@@ -87,6 +89,7 @@ def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
   )
 
 
+@check_arguments(CheckpointError)
 def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.PathLike[str]) -> list[str]:
   """Reads adapters in the format of PEFT into a live model, in place.
 

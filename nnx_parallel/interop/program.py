@@ -19,7 +19,8 @@ from flax import nnx
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.checkpoint.damage import friendly_errors
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import explicit_axes, make_mesh, own_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
@@ -31,6 +32,7 @@ from nnx_parallel.train.axes import Places, places_inside, places_outside
 from nnx_parallel.train.binding import Binding
 
 
+@check_arguments(CheckpointError)
 def export_program(
   file: str | os.PathLike[str],
   function: Callable[..., PyTree],
@@ -65,6 +67,7 @@ def export_program(
     >>> bool((served(x) == nnx.jit(lambda model, x: model(x))(model, x)).all())
     True
   """
+  check_arrays(CheckpointError, "args", args)
   binding = Binding({"model": model})
   if isinstance(function, Generator):
     program, args = function.as_function(model, *args)
@@ -89,23 +92,26 @@ def export_program(
   with places.active(), default_scope(places.scope):
     jax.eval_shape(lambda leaves, *args: changes.extend(run(leaves, *args)[1]), leaves, *args)
     wheres = None if binding.mesh is None else [leaves[i].sharding for i in changes]
-    jitted = jax.jit(outputs, out_shardings=(None, wheres))
+    # An input that the program does not read, such as a cache that it empties, would lose its sharding.
+    jitted = jax.jit(outputs, out_shardings=(None, wheres), keep_unused=True)
     exported = export.export(jitted, platforms=platforms)(*_split(leaves, changes), *args)
+  _require_flatbuffers()
   mesh = places.mesh
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
     "explicit": mesh is not None and explicit_axes(mesh),
     "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
-    "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,
   }
   temporary = Path(f"{os.fspath(file)}.{os.getpid()}")
-  with zipfile.ZipFile(temporary, "w") as packed:
-    packed.writestr("program", _serialized(exported))
-    packed.writestr("layout.json", json.dumps(layout))
-  temporary.replace(file)
+  with friendly_errors(f"export {os.fspath(file)}", Path(file).parent):
+    with zipfile.ZipFile(temporary, "w") as packed:
+      packed.writestr("program", bytes(exported.serialize()))
+      packed.writestr("layout.json", json.dumps(layout))
+    temporary.replace(file)
 
 
+@check_arguments(CheckpointError)
 def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None = None) -> Served:
   """Reads a file that `export_program` wrote; the source code of the model is not needed.
 
@@ -124,9 +130,14 @@ def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None 
     >>> served = load_program("forward.zip").load(weights)  # doctest: +SKIP
     >>> served(x)  # doctest: +SKIP
   """
-  with zipfile.ZipFile(file) as packed:
-    layout = json.loads(packed.read("layout.json"))
-    program = packed.read("program")
+  try:
+    with zipfile.ZipFile(file) as packed:
+      layout = json.loads(packed.read("layout.json"))
+      program = packed.read("program")
+  except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    raise CheckpointError(
+      f"cannot read a program from {os.fspath(file)}: {error}.", fix="a file that export_program wrote."
+    ) from error
   _require_flatbuffers()
   exported = export.deserialize(bytearray(program))
   devices = list(jax.devices() if devices is None else devices)
@@ -143,35 +154,21 @@ def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None 
 
 
 class Served:
-  """A program of a model without its source; made by `load_program`.
-
-  Attributes:
-    mesh: its mesh; None for one device.
-    args: the arguments of a call, as `ShapeDtypeStruct`s.
-  """
+  """A program of a model without its source; made by `load_program`. `args` are the arguments of a call."""
 
   def __init__(self, exported: export.Exported, mesh: Mesh | None, device: Any, layout: dict[str, Any]):
     self.mesh, self._changes = mesh, layout["changes"]
     self._paths = [tuple(path) for path in layout["paths"]]
 
-    def struct(x: AnyArray, where: Sharding | None) -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-    def named(entries: Sequence[Sequence[str]]) -> Sharding:
-      spec = PartitionSpec(*(entry_of(tuple(axes)) for axes in entries))
-      return SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, spec)
-
-    count = len(exported.in_avals)
-    read = [None] * count if mesh is None else exported.in_shardings_jax(mesh)
-    # Inputs that the program does not read, such as a cache that it empties, have no sharding there.
-    structs = [struct(x, where or named([])) for x, where in zip(exported.in_avals, read, strict=True)]
+    whole = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
+    given = [None] * len(exported.in_avals) if mesh is None else exported.in_shardings_jax(mesh)
+    structs = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where or whole)
+      for x, where in zip(exported.in_avals, given, strict=True)
+    ]
     (changing, fixed, *args), _ = jax.tree.unflatten(exported.in_tree, structs)
     self.args: tuple[PyTree, ...] = tuple(args)
-    leaves = _joined(changing, fixed, self._changes)
-    specs = layout["specs"]
-    self._leaves: list[AnyArray] = [
-      struct(x, named(entries)) for x, entries in zip(leaves, specs, strict=True)
-    ]
+    self._leaves = _joined(changing, fixed, self._changes)
     self._jitted: Any = jax.jit(exported.call, donate_argnums=0)
 
   @property
@@ -180,15 +177,9 @@ class Served:
     return nnx.traversals.unflatten_mapping(dict(zip(self._paths, self._leaves, strict=True)))
 
   def load(self, weights: PyTree) -> Served:
-    """Gives the program its weights.
+    """Gives the program arrays of the paths and shapes of `weights`, as a nested dict or an `nnx.State`.
 
-    Args:
-      weights: arrays of the same paths and global shapes, in a nested dict such as
-        `nxp.Checkpointer("run").restore(served.weights)`, or an `nnx.State`. Arrays with another layout are
-        moved.
-
-    Returns:
-      The program itself.
+    Arrays with another layout are moved. Returns the program itself.
     """
     given = nnx.to_pure_dict(weights) if isinstance(weights, nnx.State) else weights
     flat = {path: value_of(x) for path, x in nnx.traversals.flatten_mapping(given).items()}
@@ -207,14 +198,9 @@ class Served:
     return self
 
   def __call__(self, *args: PyTree) -> PyTree:
-    """Runs the program; the next call uses the Variables that it changes.
+    """Runs the program on arguments such as `args`, which are moved; it keeps the Variables that it changes.
 
-    Args:
-      *args: as `args` says; host arrays and arrays with another layout are moved. For a generator: prompts,
-        lengths, numbers of requests and a key.
-
-    Returns:
-      The result of the function, global; for a generator a dict of the fields of `nxp.Generated`.
+    A generator takes prompts, lengths, numbers of requests and a key, and returns the fields of `Generated`.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves):
       raise CheckpointError("the program has no weights yet.", fix="served.load(weights)")
@@ -253,11 +239,6 @@ def _joined(
   return [found[i] if i in found else next(others) for i in range(count)]
 
 
-def _entries(sharding: Sharding | None) -> list[list[str]]:
-  """A spec as JSON."""
-  return [list(axes_of(entry)) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
-
-
 def _abstract(x: PyTree) -> PyTree:
   def struct(x: AnyArray) -> jax.ShapeDtypeStruct:
     own = getattr(x, "sharding", None)
@@ -278,8 +259,3 @@ def _require_flatbuffers() -> None:
     raise CheckpointError(
       "jax.export needs the package flatbuffers.", fix="pip install flatbuffers"
     ) from error
-
-
-def _serialized(exported: Any) -> bytes:
-  _require_flatbuffers()
-  return exported.serialize()

@@ -27,6 +27,7 @@ from jax.sharding import Sharding
 from nnx_parallel.checkpoint import encoding, lock, storage
 from nnx_parallel.checkpoint.damage import friendly_errors
 from nnx_parallel.core import together as multihost
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.core.text import format_array
 from nnx_parallel.core.types import DType
@@ -43,7 +44,7 @@ from nnx_parallel.interop.weights import (
   leaves_to_write,
   model_leaves,
 )
-from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.plan import Plan, check_plan
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -65,14 +66,7 @@ _LARGEST_INDEX = 100 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """An array in a safetensors file.
-
-  Attributes:
-    file: the file, at its full size.
-    begin: offset of the array's first byte.
-    shape: in elements.
-    dtype: of the array.
-  """
+  """An array in a safetensors file of full size, from the byte `begin` on."""
 
   file: Path
   begin: int
@@ -91,7 +85,7 @@ class Tensor:
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
     """Writes a part of the array, one run of consecutive bytes after another.
 
-    A memory map would write full pages, and overwrite the bytes of other processes in the same file.
+    A memory map would write full pages, and so the bytes of other processes in the same file.
     """
     if not values.size:
       return
@@ -114,10 +108,7 @@ class Tensor:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """Lists the arrays of a file, of an index, or of a folder, by name, without reading them.
-
-  Of a folder it takes the index, else `model.safetensors`, else all of its `.safetensors` files.
-  """
+  """The arrays of a file, an index or a folder, by name; not their values."""
   path = Path(path)
   found: dict[str, Tensor] = {}
   places, index = _files(path)
@@ -135,12 +126,9 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
   return found
 
 
+@check_arguments(CheckpointError)
 def import_safetensors(
-  path: str | os.PathLike[str],
-  plan: Plan,
-  weight_map: WeightMap | None = None,
-  *,
-  skip: Iterable[str] = (),
+  path: str | os.PathLike[str], plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> Any:
   """Creates a model from safetensors files; each process reads its share of each array.
 
@@ -171,9 +159,11 @@ def import_safetensors(
     >>> import_safetensors(folder, plan).kernel.sharding.spec
     P('fsdp', None)
   """
+  check_plan(plan, "import_safetensors(path, plan)")
   return import_arrays(path, lambda: read_tensors(path), plan, weight_map or SameNames(), skip)
 
 
+@check_arguments(CheckpointError)
 def export_safetensors(
   path: str | os.PathLike[str],
   model: object,
@@ -212,12 +202,9 @@ def export_safetensors(
   return write_folder(path, model, weight_map, skip=skip, file_bytes=file_bytes)
 
 
+@check_arguments(CheckpointError)
 def dry_run_import(
-  path: str | os.PathLike[str],
-  plan: Plan,
-  weight_map: WeightMap | None = None,
-  *,
-  skip: Iterable[str] = (),
+  path: str | os.PathLike[str], plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> DryRun:
   """Shows what `import_safetensors` would do with the same arguments; it reads only the headers of the files.
 
@@ -245,11 +232,13 @@ def dry_run_import(
     >>> [(row.status, row.file, row.model) for row in dry_run_import(folder, plan).rows]
     [('read', 'bias', 'bias'), ('read', 'kernel', 'kernel')]
   """
+  check_plan(plan, "dry_run_import(path, plan)", creates=False)
   wanted = model_leaves(plan)
   left_out = initialised(plan, wanted, skip)
   return (weight_map or SameNames()).compare(wanted, read_tensors(path), left_out)[1]
 
 
+@check_arguments(CheckpointError)
 def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> DryRun:
   """Lists the arrays that `export_safetensors` would write for a model with this plan; no array is read.
 
@@ -271,6 +260,7 @@ def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Ite
     >>> [(row.status, row.file, row.array) for row in dry_run_export(plan, skip=["bias"]).rows]
     [('write', 'kernel', 'float32[8,4]'), ('left out', '', '')]
   """
+  check_plan(plan, "dry_run_export(plan)", creates=False)
   leaves = model_leaves(plan)
   left_out = initialised(plan, leaves, skip)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
@@ -295,7 +285,7 @@ def write_folder(
   beside: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
   """`export_safetensors`, with the name of a single file, and texts to write beside it by file name."""
-  final = Path(path)
+  final = Path(path).absolute()
   temporary = final.with_name(f"{final.name}.nnx-saving")
   is_first = jax.process_index() == 0
 
@@ -454,8 +444,7 @@ def _open(file: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
   except ImportError as error:
     raise CheckpointError(
-      f"cannot read {file}: the package safetensors is not installed.",
-      fix="pip install safetensors",
+      f"cannot read {file}: the package safetensors is not installed.", fix="pip install safetensors"
     ) from error
   try:
     with safe_open(file, "numpy") as opened:

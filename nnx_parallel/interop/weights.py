@@ -39,15 +39,16 @@ from jax.typing import DTypeLike
 from nnx_parallel.checkpoint import diff, encoding, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.core import together as multihost
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array, format_spec
 from nnx_parallel.core.types import AnyArray, DType
+from nnx_parallel.create.relayout import auto_layout, even_layout, on_auto_axes
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.dry_run import DryRun, Row
 from nnx_parallel.layout.plan import Plan
-from nnx_parallel.layout.relayout import auto_layout, even_layout, on_auto_axes
 
 Shape = tuple[int, ...]
 Side = Literal["model", "file"]
@@ -55,13 +56,9 @@ Side = Literal["model", "file"]
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-  """How a rule transforms arrays. Rules with equal transforms share compiled programs.
+  """The einops pattern from the file to the model (or none). Equal transforms share compiled programs.
 
-  Attributes:
-    pattern: the einops pattern from the file to the model; empty for no change.
-    sizes: the sizes of axes in the pattern.
-    stacked: whether several arrays of the file make one array of the model.
-    cut: whether one array of the file holds several layers of the model.
+  `stacked`: several arrays of the file make one of the model; `cut`: one of the file holds several layers.
   """
 
   pattern: str
@@ -80,19 +77,9 @@ class Transform:
     return [*jnp.unstack(array)] if split else [array]
 
   def spec_of_file(self, leaf: PartitionSpec, rank: int) -> PartitionSpec:
-    """The spec of an array of the file that gives its leaf this spec, as far as possible.
+    """The spec of an array of the file with `rank` dims, so that its rule moves nothing between devices.
 
-    A dim of the file gets the axes of the leaf's dim that starts with the same axis of the pattern: then the
-    program moves nothing between devices.
-
-    Args:
-      leaf: the spec of a leaf.
-      rank: the number of dims of an array of the file.
-
-    Example:
-      >>> spec = PartitionSpec("tensor", None, "fsdp")
-      >>> tuple(Transform("e (h d) -> h d e", (("d", 2),), False, False).spec_of_file(spec, 2))
-      ('fsdp', 'tensor')
+    Each dim gets the axes of the leaf's dim that starts with the same axis of the pattern.
     """
     entries = [*([None] if self.cut else []), *leaf]
     if "..." in self.pattern:
@@ -106,6 +93,7 @@ class Transform:
     return PartitionSpec(*(axes.get(part[0]) if part else None for part in left[int(self.stacked) :]))
 
 
+@check_arguments(CheckpointError)
 @dataclasses.dataclass(frozen=True, init=False)
 class Rule:
   """One correspondence between a name in the file and a path, or tied paths, in the model.
@@ -146,6 +134,8 @@ class Rule:
     object.__setattr__(self, "file", file)
     object.__setattr__(self, "model", paths)
     object.__setattr__(self, "dtype", None if dtype is None else np.dtype(dtype))
+    if not paths:
+      raise CheckpointError(f"the rule {file!r} names no path.", fix='Rule("h.{i}.w", "layers.{i}.kernel")')
     only_file = [sorted(_fields(file) - _fields(path)) for path in paths]
     only_model = [sorted(_fields(path) - _fields(file)) for path in paths]
     stacked, cut = bool(only_file[0]), bool(only_model[0])
@@ -166,13 +156,9 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The leaves of a model that one array of the file, or one stack of arrays, makes.
+  """The leaves, by number of the layer (0 if nothing is cut), that one array or stack of the file makes.
 
-  Attributes:
-    rule: the rule.
-    file: the name in the file; a `{name}` in it is the number of a stack.
-    layers: paths of the leaves by number of the layer; a leaf that is not cut is layer 0.
-    names: the names in the file, once they are known.
+  A `{name}` in `file` is the number in the stack; `names` are the names in the file, once they are known.
   """
 
   rule: Rule
@@ -288,9 +274,11 @@ class WeightMap:
     [('h.0.w', {0: 'layers.0.kernel'})]
   """
 
+  @check_arguments(CheckpointError)
   def __init__(self, *rules: Rule, ignore: Iterable[str] = ()):
     self.rules, self.ignore = rules, tuple(ignore)
 
+  @check_arguments(CheckpointError)
   def compare(
     self, wanted: Mapping[str, TargetLeaf], arrays: Mapping[str, Source], skip: Container[str] = ()
   ) -> tuple[list[Group], DryRun]:
@@ -348,6 +336,7 @@ class WeightMap:
     rows += [Row("initialised", model=p, leaf=in_model(leaf)) for p, leaf in wanted.items() if p in skip]
     return found, DryRun(rows)
 
+  @check_arguments(CheckpointError)
   def to_write(self, paths: Iterable[str]) -> list[Group]:
     """Finds the arrays of a file that is to be written from the leaves of a model.
 
@@ -376,6 +365,7 @@ class WeightMap:
         )
     return groups
 
+  @check_arguments(CheckpointError)
   def names_of(self, paths: Iterable[str]) -> dict[str, str]:
     """Finds the names in the file of those leaves of a model that have a rule.
 
@@ -456,6 +446,7 @@ class SameNames(WeightMap):
     return Rule(path, path), path, {}
 
 
+@check_arguments(CheckpointError)
 def load_weight_map(file: str) -> WeightMap:
   """Runs a Python file that defines a weight map.
 
@@ -479,9 +470,10 @@ def load_weight_map(file: str) -> WeightMap:
   """
   try:
     found = runpy.run_path(file).get("WEIGHT_MAP")
-  except OSError as error:
+  except (OSError, ImportError) as error:
     raise CheckpointError(
-      f"cannot read the weight map {file}: {error.strerror}.", fix="check the path."
+      f"cannot read the weight map {file}: {getattr(error, 'strerror', None) or error}.",
+      fix="check the path.",
     ) from error
   if not isinstance(found, WeightMap):
     raise CheckpointError(
@@ -517,10 +509,9 @@ def import_arrays(
   weight_map: WeightMap,
   skip: Iterable[str],
 ) -> Any:
-  """Makes a model, and its optimizer, if any, from named arrays; each process reads its share of each.
+  """Makes a model, and its optimizer, from the arrays that `sources` finds; each process reads its share.
 
-  `sources` finds the arrays of `origin`; an error on one process is raised on all. Leaves that `skip` names
-  and random state are initialised.
+  An error on one process is raised on all. Leaves that `skip` names and random state are initialised.
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]

@@ -9,10 +9,9 @@ the same pass over the weights. A value that mixes statistics and columns otherw
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +35,10 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.picks import is_pick, is_row_pick, picked
 from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, described, finite, pushed
-from nnx_parallel.core.types import AnyArray, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
+from nnx_parallel.core.types import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention.find import is_opened
 from nnx_parallel.layers.attention.softmaxes import Softmaxes, named_dims
-from nnx_parallel.layers.cuts import with_cut_weights
 from nnx_parallel.layers.row_statistics import (
   COLUMNS,
   EXPONENTIALS,
@@ -76,7 +74,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
 
   Raises a `TrainError` if the loss has no head, or operations on its logits cannot be computed in chunks.
   """
-  flat: ClosedJaxpr = with_cut_weights(flattened(jaxpr, _is_opened))
+  flat: ClosedJaxpr = flattened(jaxpr, _is_opened)
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -91,7 +89,10 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
       f"loss_chunks={chunks} cannot be honoured: {problem} needs all columns of the logits at once.",
       details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
       " maxima, minima, argmax, top_k, take_along_axis, and logits[arange, labels]",
-      fix="take such values of the logits out of the loss; or leave loss_chunks out.",
+      fix="jnp.where(jnp.arange(columns) < size, logits, -jnp.inf), which hides columns of padding; or leave"
+      " loss_chunks out."
+      if problem.eqn.primitive.name == "slice"
+      else "take such values of the logits out of the loss; or leave loss_chunks out.",
     ) from None
   count = -(-whole // grid.blocks[COLUMNS])
   line = f"the head and the loss of each token in {count} chunks of the {length} columns"
@@ -185,11 +186,10 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
   raise Untiled(next(filter(None, problems), product))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Logits:
-  """A value with columns, `weight * (base + shift)`, or `weight * exp(base + shift)` if it is exponential.
+class _Logits(NamedTuple):
+  """A value with columns: `base + shift * weight`, or `exp(base + shift)`.
 
-  `shift` is a number per row; `weight` has no logits in it, or is a number per row. None: 0 and 1.
+  `shift` is a number per row, None: 0. `weight` has columns, but no logits are in it, None: 1.
   """
 
   base: jax.Array
@@ -206,34 +206,29 @@ class _Logits:
   @property
   def is_plain(self) -> bool:
     """Whether it is just the base."""
-    return self.shift is None is self.weight and not self.is_exponential
+    return self.shift is None and not self.is_exponential
 
-  @property
-  def has_weights(self) -> bool:
-    """Whether its weight has columns."""
-    return self.weight is not None and jnp.ndim(self.weight) > 0 and self.weight.shape[self.dim] > 1
+  def has_columns(self, x: Any) -> bool:
+    """Whether an array has a number for each column."""
+    return jnp.ndim(x) > 0 and x.shape[self.dim] > 1
 
   def value(self, aval: Aval) -> jax.Array:
     """As one array."""
-    found = _both(jnp.add, self.base, self.shift)
-    found = _both(jnp.multiply, jnp.exp(found) if self.is_exponential else found, self.weight)
-    return jnp.broadcast_to(found, aval.shape).astype(aval.dtype)
+    shift = self.shift if self.weight is None or self.shift is None else self.shift * self.weight
+    found = self.base if shift is None else self.base + shift
+    return jnp.broadcast_to(jnp.exp(found) if self.is_exponential else found, aval.shape).astype(aval.dtype)
 
-  def mapped(self, change: Callable[[jax.Array], jax.Array]) -> _Logits:
-    """With each of its parts changed."""
-    parts = {name: getattr(self, name) for name in ("base", "shift", "weight")}
-    return dataclasses.replace(self, **{n: None if x is None else change(x) for n, x in parts.items()})
-
-  def times(self, weight: AnyArray) -> _Logits:
-    return dataclasses.replace(self, weight=_both(jnp.multiply, self.weight, weight))
-
-
-def _both(operation: Callable[[jax.Array, jax.Array], jax.Array], a: AnyArray, b: AnyArray) -> AnyArray:
-  return b if a is None else a if b is None else operation(a, b)
+  def change(self, linear: Callable[[jax.Array], jax.Array], other: Any = None) -> _Logits:
+    """With a linear function of it, such as the product with `other`."""
+    if self.shift is None:
+      return self._replace(base=linear(self.base))
+    if self.has_columns(other):
+      weight = linear(jnp.ones_like(other) if self.weight is None else self.weight)
+      return self._replace(base=linear(self.base), weight=weight)
+    return self._replace(base=linear(self.base), shift=linear(self.shift))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Statistic:
+class _Statistic(NamedTuple):
   """A value that depends on a statistic."""
 
   value: jax.Array
@@ -305,7 +300,7 @@ class _Rewriting:
     is_plain = all(inputs[n].is_plain for n in logits) and not any(isinstance(x, _Statistic) for x in inputs)
     form = None if is_plain or len(logits) > 1 else self._kept(eqn, x, logits[0], inputs)
     if form is not None:
-      return [dataclasses.replace(form, labels=own)]
+      return [form._replace(labels=own)]
     values = [
       x.value(var.aval) if isinstance(x, _Logits) else _array(x)
       for x, var in zip(inputs, eqn.invars, strict=True)
@@ -316,23 +311,21 @@ class _Rewriting:
     """The form of a result, if the operation has a rule; else the columns need another pass."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     other: Any = _array(inputs[1 - side]) if len(inputs) == 2 else jnp.zeros(())
-    if name == "stop_gradient":
-      return x.mapped(jax.lax.stop_gradient)
     if name == "convert_element_type" and is_inexact(out):
-      return x.mapped(lambda x: x.astype(out.dtype))
-    if name == "neg":
-      return x.times(jnp.array(-1, out.dtype))
-    if name == "mul":
-      return x.times(other)
-    if name == "div" and side == 0:
-      return x.times(1 / other)
-    if x.weight is not None or x.is_exponential:
+      return x.change(lambda x: x.astype(out.dtype))
+    if name == "stop_gradient":
+      return x.change(jax.lax.stop_gradient)
+    if x.is_exponential:
       return None
     if name == "exp":
-      return dataclasses.replace(x, is_exponential=True)
-    if name not in ("add", "add_any", "sub") or side or (jnp.ndim(other) and other.shape[x.dim] > 1):
-      return None
-    return dataclasses.replace(x, shift=_both(jnp.add, x.shift, -other if name == "sub" else other))
+      return x._replace(is_exponential=True)
+    if name in ("neg", "mul") or (name == "div" and side == 0):
+      operation = {"neg": lambda x, _: -x, "mul": jnp.multiply, "div": jnp.divide}[name]
+      return x.change(lambda x: operation(x, other), other)
+    if name in ("add", "add_any", "sub") and side == 0 and x.weight is None and not x.has_columns(other):
+      other = -other if name == "sub" else other
+      return x._replace(shift=other if x.shift is None else x.shift + other)
+    return None
 
   def _is_pick(self, eqn: JaxprEqn) -> bool:
     return is_pick(eqn) or is_row_pick(eqn, self._flat)
@@ -340,13 +333,13 @@ class _Rewriting:
   def _picked(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
     """An element of each row."""
     given, out, dim = eqn.invars[0].aval, eqn.outvars[0].aval, x.dim
-    if x.has_weights:
+    if x.weight is not None:
       x = _Logits(x.value(given), x.labels)
     if not is_pick(eqn):  # an index beyond the columns reads the last, as in the gather
       indices = jnp.clip(indices[..., -1:], 0, given.shape[-1] - 1)
     whole = jnp.broadcast_to(x.base, given.shape)
     found = picked(whole, indices, total=lambda x: self._of(SUM, dim, x)[0].astype(x.dtype))[0]
-    found = dataclasses.replace(x, base=found).value(out.update(shape=found.shape))
+    found = x._replace(base=found).value(out.update(shape=found.shape))
     return jnp.broadcast_to(found.reshape(found.shape[: len(out.shape)]), out.shape)
 
   def _reduced(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
@@ -368,19 +361,18 @@ class _Rewriting:
   def _total(self, x: _Logits, aval: Aval) -> jax.Array:
     """The sum over the columns, which stay with size 1."""
     shape = [1 if d == x.dim else size for d, size in enumerate(aval.shape)]
-    if x.is_exponential and not x.has_weights:
+    if x.is_exponential:
       largest, total = self._of(EXPONENTIALS, x.dim, x.base)
-      power = _both(jnp.add, jax.lax.stop_gradient(finite(largest)), x.shift)
-      found = _both(jnp.multiply, jnp.exp(power) * total, x.weight)
-    elif x.is_exponential:
-      found = self._of(SUM, x.dim, x.value(aval))[0]
+      power = jax.lax.stop_gradient(finite(largest))
+      found = jnp.exp(power if x.shift is None else power + x.shift) * total
     else:
-      inside, outside = (x.weight, None) if x.has_weights else (None, x.weight)
-      found = self._of(SUM, x.dim, _both(jnp.multiply, x.base, inside))[0]
+      found = self._of(SUM, x.dim, x.base)[0]
       if x.shift is not None:
-        weights = aval.shape[x.dim] if inside is None else self._of(SUM, x.dim, inside)[0]
-        found += x.shift * weights
-      found = _both(jnp.multiply, found, outside)
+        found += x.shift * (
+          aval.shape[x.dim]
+          if x.weight is None
+          else self._of(SUM, x.dim, jnp.broadcast_to(x.weight, aval.shape))[0]
+        )
     return jnp.broadcast_to(found, shape).astype(aval.dtype)
 
   def _product_over_columns(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
@@ -391,12 +383,14 @@ class _Rewriting:
     dim = x.dim
     if isinstance(other, _Logits) or met.free[1 - side] or tuple(met.summed[side]) != (dim,):
       raise Untiled(eqn)
-    place = {(*met.shared[1 - side], *met.summed[1 - side])[n]: d
-             for n, d in enumerate((*met.shared[side], *met.summed[side]))}  # fmt: skip
-    other = _array(other)
-    order = sorted(place, key=place.__getitem__)
-    sizes = [aval.shape[d] if d in place.values() else 1 for d in range(aval.ndim)]
-    found = self._total(x.times(other.transpose(order).reshape(sizes).astype(aval.dtype)), aval)
+    # `other` with the dims of the logits: those that it does not have get size 1.
+    own, others = ([*met.shared[n], *met.summed[n]] for n in (side, 1 - side))
+    order = [d for _, d in sorted(zip(own, others, strict=True))]
+    sizes = [size if d in own else 1 for d, size in enumerate(aval.shape)]
+    other = _array(other).transpose(order).reshape(sizes).astype(aval.dtype)
+    if x.is_exponential:
+      x = _Logits(x.value(aval), x.labels)
+    found = self._total(x.change(lambda x: x * other, other), aval)
     kept = [*met.shared[side], *met.free[side]]
     return found.transpose([*kept, dim])[..., 0].astype(eqn.outvars[0].aval.dtype)
 
@@ -450,10 +444,7 @@ class _Rewriting:
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
       after = dependents(body, {*made})
-      ahead: list[JaxprEqn] = []
-      rest: list[JaxprEqn] = []
-      for eqn in body.eqns:
-        if eqn not in now:
-          (rest if any(among(var, after) for var in eqn.invars) else ahead).append(eqn)
-      body = body.replace(eqns=[*ahead, new, *rest])
+      late = {id(new): 1} | {id(eqn): 2 for eqn in body.eqns if any(among(var, after) for var in eqn.invars)}
+      eqns = [new, *(eqn for eqn in body.eqns if eqn not in now)]
+      body = body.replace(eqns=sorted(eqns, key=lambda eqn: late.get(id(eqn), 0)))  # else in their order
     return body

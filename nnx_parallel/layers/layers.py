@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
@@ -41,7 +42,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention.find import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
 from nnx_parallel.layers.mark import calls_layers, is_marked, layer_of, marked, repeats_layers
-from nnx_parallel.layers.pipeline import Pipeline, Schedule, in_order
+from nnx_parallel.layers.pipeline import Pipeline, Schedule, in_order, unstaged
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
 from nnx_parallel.layers.pipeline_saving import SavingPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
@@ -68,26 +69,15 @@ ScanLayers = Literal["auto"] | bool
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-  """How the layers of a loss are computed.
+  """How the layers of a loss are computed: options of `train_step`. `TrainError` if one is not valid."""
 
-  Attributes:
-    remat: the activations that each layer saves for the backward pass.
-    scan_layers: whether consecutive equal layers become one scan.
-    pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
-    attention: `"blockwise"` or a block length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
-    loss_chunks: the number of vocabulary chunks of the head and the loss; None: as written.
-    pipeline: the pipeline stages of the layers; None: each device computes all layers.
-
-  Raises:
-    TrainError: no such policy, or another option is not valid.
-  """
-
-  remat: Policy = None
-  scan_layers: ScanLayers = "auto"
-  pattern: str | None = None
+  remat: Policy = None  # the activations that each layer saves for the backward pass
+  scan_layers: ScanLayers = "auto"  # whether consecutive equal layers become one scan
+  pattern: str | None = None  # dotted paths of the layers, with `*` for any part; None: see `find_layers`
+  # `"blockwise"` or a block length, `"fused"`, `"ring"`, `"ulysses"`; None: as written
   attention: Attention = None
-  loss_chunks: int | None = None
-  pipeline: Pipeline | None = None
+  loss_chunks: int | None = None  # the number of vocabulary chunks of the head and the loss; None: as written
+  pipeline: Pipeline | None = None  # the pipeline stages of the layers; None: each device computes all layers
 
   def __post_init__(self) -> None:
     _ = self.how
@@ -161,25 +151,15 @@ class LayerOptions:
 
 @dataclasses.dataclass
 class LayersUsed:
-  """How the layers of a loss were computed; print it.
+  """How the layers of a loss were computed; print it."""
 
-  Attributes:
-    found: the layers of the model.
-    done: how they were computed, one line each.
-    reasons: why some layers are not in one scan, one line each.
-    schedule: the schedule of the pipeline, if there is one.
-    axes: on a mesh with Explicit axes, the axes that the loss is computed on, and why.
-    positions: with a rule for `seq`, where the positions of activations are split.
-    left: what the step leaves to XLA because it does not know it, and what to do.
-  """
-
-  found: tuple[Layers, ...] = ()
-  done: tuple[str, ...] = ()
-  reasons: tuple[str, ...] = ()
-  schedule: Schedule | None = None
-  axes: str = ""
-  positions: str = ""
-  left: str = ""
+  found: tuple[Layers, ...] = ()  # the layers of the model
+  done: tuple[str, ...] = ()  # how they were computed, one line each
+  reasons: tuple[str, ...] = ()  # why some layers are not in one scan, one line each
+  schedule: Schedule | None = None  # the schedule of the pipeline, if there is one
+  axes: str = ""  # on a mesh with Explicit axes, the axes that the loss is computed on, and why
+  positions: str = ""  # with a rule for `seq`, where the positions of activations are split
+  left: str = ""  # what the step leaves to XLA because it does not know it, and what to do
 
   def __str__(self) -> str:
     lines = [line for line in (self.axes, self.positions, self.left) if line]
@@ -191,6 +171,7 @@ class LayersUsed:
     return "\n".join([*lines, *(f"  not scanned: {line}" for line in reasons)]) or "as written"
 
 
+@check_arguments(TrainError, "remat")
 def with_layers(
   loss: LossFn,
   *,
@@ -274,14 +255,9 @@ def _variables(objects: PyTree) -> Any:
 def with_options(
   function: Callable[..., PyTree], options: LayerOptions, used: LayersUsed | None = None
 ) -> Callable[..., PyTree]:
-  """A function of pytrees of arrays whose marked layers are treated by `options`.
+  """A function of pytrees of arrays whose layers, marked by `options.marking`, are treated; `used` says how.
 
   It raises a `TrainError` if a policy finds no layer.
-
-  Args:
-    function: marks its layers by `options.marking`.
-    options: how the layers are computed.
-    used: receives how they were computed.
   """
   remat, note = options.how, LayersUsed() if used is None else used
   if not (remat.changes or options.scan_layers is True or options.rewrites):
@@ -302,16 +278,9 @@ def with_stages(
   ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
 ) -> Callable[..., PyTree]:
-  """A loss whose layers are a pipeline: a function of the full batch instead of a microbatch.
+  """A loss `(model, batch) -> results` whose layers are a pipeline: of the full batch, not of a microbatch.
 
-  It raises a `TrainError` if the loss has no equal layers.
-
-  Args:
-    objective: `(model, batch) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
-    options: how the layers are computed; includes a pipeline.
-    microbatches: the number of microbatches of the batch.
-    ends: as in `program_of`.
-    used: receives how they were computed.
+  `ends` is as in `program_of`. It raises a `TrainError` if the loss has no equal layers.
   """
   assert options.pipeline is not None
   asked = options.pipeline
@@ -319,7 +288,8 @@ def with_stages(
   def changed(model: Model, batch: PyTree) -> PyTree:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
-    program, signature, tree = program_of(objective, (model, first), options, ends, used)
+    types = unstaged(model, asked.axis)
+    program, signature, tree = program_of(objective, (types, first), options, ends, used)
     mesh = surroundings(*arrays).mesh
     pipeline = in_order(asked, mesh)
     of_order = Pipeline1F1B if pipeline.recompute else SavingPipeline1F1B
@@ -344,13 +314,8 @@ def program_of(
 ) -> tuple[Stacks, Signature, TreeDef]:
   """The trace of a call for a pipeline, the roles of its inputs and results, and the results' structure.
 
-  Args:
-    function: a function of pytrees of arrays, the model first; marks its layers by `options.marking`.
-    args: its arguments for one microbatch, or one group of rows.
-    options: how the layers are computed; includes a pipeline.
-    ends: the position of each result, in the structure of the results -> `Signature.states` and `.outputs`;
-      positions of inputs count the arrays of all arguments.
-    used: receives how they were computed.
+  `args` are of one microbatch, the model first. `ends` gives `Signature.states` and `.outputs`, from the
+  position of each result, in the structure of the results.
   """
   assert options.pipeline is not None
   with mapped_axes((options.pipeline.axis,)):

@@ -7,10 +7,8 @@ positions of what comes in and goes out are split (arXiv:2205.05198):
 
   x = block(x)   ->   x = jit[name=layer:Block:blocks.0](checkpoint(body))(Variables of block, x)
 
-The modules must be copies that belong to the trace, as `nnx.merge` makes them. A static attribute of a copy
-is its mark, so that each transform of flax (`nnx.scan`, `nnx.vmap`, `nnx.split`, `nnx.merge`) keeps it. The
-class stays the user's, since a model may dispatch on it. While a loss is traced, the `__call__` of the class
-is one that looks for the mark; for a module without a mark, and in other threads, it is the original.
+The modules must be copies that belong to the trace, as `nnx.merge` makes them: `core/calls.py` carries the
+mark to each call.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.calls import around_calls
 from nnx_parallel.core.jaxprs import (
   CALLS,
   among,
@@ -48,45 +46,39 @@ from nnx_parallel.layout.constrain import split_positions
 
 MARK = "layer:"
 """Starts the name of each marked call."""
-_ATTRIBUTE = "_nxp_layer"
-"""The static attribute that holds the mark of a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-  """The mark of a module; the marks of equal layers are equal, so that their structures stay equal.
+  """The mark of a module; the marks of equal layers are equal, so that their structures stay equal."""
 
-  Attributes:
-    remat: what its calls save. JAX keeps traces of functions by the structure of what they get.
-    group: the layers that it belongs to.
-    ranks: None: each call is a layer's. Otherwise, only a call with arrays of fewer dims is, of one slice of
-      a module whose layers are stacked.
-    path: of the module.
-  """
-
-  remat: Remat
-  group: str
+  remat: Remat  # what its calls save. JAX keeps traces of functions by the structure of what they get.
+  group: str  # the layers that it belongs to
+  # None: each call is a layer's. Otherwise, only a call with arrays of fewer dims is, of one slice of a
+  # module whose layers are stacked.
   ranks: tuple[int, ...] | None
-  path: Path = dataclasses.field(compare=False)
+  path: Path = dataclasses.field(compare=False)  # of the module
+
+  def __call__(
+    self, call: Callable[..., Any], layer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> PyTree:
+    marking = _MARKING.get()
+    if marking is None or (self.ranks is not None and not _is_slice(layer, self.ranks)):
+      return call(layer, *args, **kwargs)
+    return _closed_call(call, self, marking, layer, args, kwargs)
 
 
 @dataclasses.dataclass
 class Marking:
-  """What is marked in one trace.
+  """What is marked in one trace."""
 
-  Attributes:
-    calls: the calls so far, by group.
-    stacks: the paths of modules that were called slice by slice.
-  """
-
+  # the calls so far, by group
   calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+  # the paths of modules that were called slice by slice
   stacks: set[Path] = dataclasses.field(default_factory=set[Path])
 
 
 _MARKING: contextvars.ContextVar[Marking | None] = contextvars.ContextVar("marking", default=None)
-_LOCK = threading.Lock()
-_DISPATCHED: dict[type, tuple[object, int]] = {}
-"""Class -> the `__call__` that it has by itself, and the number of traces that look for marks."""
 
 
 class _NewStructure(Exception):
@@ -97,11 +89,7 @@ class _NewStructure(Exception):
 def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool = True) -> Generator[Marking]:
   """Marks the calls of layers of modules that belong to a trace, while its body is traced.
 
-  Args:
-    model: the modules.
-    found: their layers.
-    remat: what each call saves.
-    stacks: whether other modules are layers where a slice of them is called.
+  With `stacks`, other modules are layers where a slice of them is called.
   """
   modules = dict(modules_of(model))
   layers = {path: _Mark(remat, some.pattern, None, path) for some in found for path in some.paths}
@@ -114,16 +102,12 @@ def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool 
   }
   marks = layers | slices
   marking = Marking()
-  for path, mark in marks.items():
-    vars(modules[path])[_ATTRIBUTE] = mark
   token = _MARKING.set(marking)
   try:
-    with _dispatched({type(modules[path]) for path in marks}):
+    with around_calls((modules[path], mark) for path, mark in marks.items()):
       yield marking
   finally:
     _MARKING.reset(token)
-    for path in marks:
-      vars(modules[path]).pop(_ATTRIBUTE, None)
 
 
 def layer_of(eqn: JaxprEqn) -> str:
@@ -169,45 +153,6 @@ def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
       inner = opened(called(eqn))
       own = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if among(var, rows)}
       yield from _reads_of_layers(inner, own)
-
-
-@contextlib.contextmanager
-def _dispatched(kinds: Iterable[type]) -> Generator[None]:
-  """While its body is traced, calls of these classes look for marks; other threads may do the same."""
-  # The classes that have the `__call__`, not those that inherit it: a model may ask which of them does.
-  owners = {owner for kind in kinds for owner in kind.__mro__ if "__call__" in vars(owner)}
-  with _LOCK:
-    for owner in owners:
-      own, count = _DISPATCHED.get(owner, (vars(owner)["__call__"], 0))
-      _DISPATCHED[owner] = own, count + 1
-      if not count:
-        type.__setattr__(owner, "__call__", _dispatcher(own))
-  try:
-    yield
-  finally:
-    with _LOCK:
-      for owner in owners:
-        own, count = _DISPATCHED.pop(owner)
-        if count > 1:
-          _DISPATCHED[owner] = own, count - 1
-        else:
-          type.__setattr__(owner, "__call__", own)
-
-
-def _dispatcher(own: Any) -> Callable[..., object]:
-  """A `__call__` that marks the calls of modules with a mark, and otherwise is the class's own."""
-
-  @functools.wraps(own)
-  def __call__(self: object, *args: object, **kwargs: object) -> object:
-    def run(layer: object, *args: object, **kwargs: object) -> object:
-      return (own.__get__(layer, type(layer)) if hasattr(own, "__get__") else own)(*args, **kwargs)
-
-    marking, mark = _MARKING.get(), getattr(self, "__dict__", {}).get(_ATTRIBUTE)
-    if marking is None or mark is None or (mark.ranks is not None and not _is_slice(self, mark.ranks)):
-      return run(self, *args, **kwargs)
-    return _closed_call(run, mark, marking, self, args, kwargs)
-
-  return __call__
 
 
 def _ranks(module: object) -> tuple[int, ...]:
@@ -273,11 +218,8 @@ def _with_changes(
 ) -> dict[int, Value]:
   """`nnx.jit(checkpoint(call))(modules, arrays)`, but writes only the Variables that the call changes.
 
-  `nnx.jit` writes all Variables. Inside `jax.vmap` and other transforms, a model from outside must not be
-  written.
-
-  Raises:
-    _NewStructure: the call changes more than the values of Variables and arrays, or returns a module.
+  `nnx.jit` writes all, and inside `jax.vmap` a model from outside must not be written. `_NewStructure` if the
+  call changes more than the values of Variables and arrays, or returns a module.
   """
   graphdef, state = nnx.split(modules)
   leaves, structure = jax.tree.flatten(state)

@@ -22,18 +22,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import Entry
+from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.errors import SchemeError
+from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layout.constrain import manual_too
 
 Order: TypeAlias = Literal["gpipe", "1f1b"]
@@ -44,6 +45,7 @@ Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree,
 """`(carry, rows, state, shared arrays, gathered arrays) -> (carry, state, results)`."""
 
 
+@check_arguments(TrainError)
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
   """How `train_step` runs the layers of a model as a pipeline.
@@ -89,6 +91,7 @@ class Pipeline:
         fix='order="1f1b" with recompute=False.',
       )
 
+  @check_arguments(TrainError)
   def saved_inputs(self, schedule: Schedule) -> int:
     """Returns the number of chunk inputs that each stage saves for the backward pass.
 
@@ -109,6 +112,7 @@ class Pipeline:
     return schedule.ticks
 
 
+@check_arguments(SchemeError, stages=1)
 @dataclasses.dataclass(frozen=True)
 class Schedule:
   """The timetable of a pipeline: which stage computes which microbatch in which tick.
@@ -173,6 +177,7 @@ class Schedule:
     """The fraction of the time in which a stage does nothing useful."""
     return (self.stages - 1) / self.ticks
 
+  @check_arguments(TrainError)
   def item(self, tick: AnyArray, stage: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Returns what a stage does in a tick.
 
@@ -210,54 +215,45 @@ def staged(x: jax.Array, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> jax
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
 
 
+def unstaged(x: PyTree, axis: str) -> PyTree:
+  """The types of stacked layers without the Explicit axis of their stages: a scan needs dim 0 whole."""
+
+  def of_scan(x: jax.Array) -> PyTree:
+    where: Any = jax.typeof(x).sharding
+    if AxisType.Explicit not in where.mesh.axis_types:
+      return x
+    spec = PartitionSpec(*(entry_of(without(axes_of(entry), frozenset((axis,)))) for entry in where.spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(where.mesh, spec))
+
+  return jax.tree.map(of_scan, x)
+
+
 class Belt(NamedTuple):
-  """What is under way in one direction of a pipeline; each array is `[stages, ...]`.
+  """What is under way in one direction of a pipeline; each array is `[stages, ...]`."""
 
-  Attributes:
-    ring: the results of the previous stages in the last tick.
-    line: the inputs that wait for stage 0, followed by the results of the last stage.
-    last: the line when the last group entered: the first result of the group before it is on the last stage.
-    done: the line when the last result of a group was added to it.
-  """
-
-  ring: PyTree
-  line: PyTree
+  ring: PyTree  # the results of the previous stages in the last tick
+  line: PyTree  # the inputs that wait for stage 0, followed by the results of the last stage
+  # the line when the last group entered: the first result of the group before it is on the last stage
   last: PyTree
-  done: PyTree
+  done: PyTree  # the line when the last result of a group was added to it
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineLoop:
-  """A scan over layers, to be run as a pipeline.
+  """A scan over layers, to be run as a pipeline."""
 
-  Attributes:
-    schedule: which stage computes which microbatch in which tick.
-    axis: the mesh axis of the stages.
-    mesh: the mesh; None: one device.
-    layer: the program of one layer, for one microbatch.
-  """
-
-  schedule: Schedule
-  axis: str
-  mesh: AnyMesh | None
-  layer: Layer
+  schedule: Schedule  # which stage computes which microbatch in which tick
+  axis: str  # the mesh axis of the stages
+  mesh: AnyMesh | None  # the mesh; None: one device
+  layer: Layer  # the program of one layer, for one microbatch
 
   def __call__(
     self, inputs: PyTree, rows: PyTree, state: PyTree, shared: PyTree, gathered: PyTree
   ) -> tuple[PyTree, PyTree, PyTree]:
-    """The results of all layers, for all microbatches.
+    """The last layer's results, like `inputs`; the state; other results, `[microbatches, layers, ...]`.
 
-    Args:
-      inputs: the inputs of the first layer, `[groups, stages, ...]`.
-      rows: the layers' own arrays, `[virtual_stages, stages, chunk, ...]`.
-      state: the arrays that the layers change, with the same dims; each microbatch in turn, without
-        gradients.
-      shared: the arrays that all layers and microbatches share.
-      gathered: arrays `[microbatches, ...]`; each stage receives the entry of its microbatch.
-
-    Returns:
-      The results of the last layer, like `inputs`; the state; and the other results of each layer,
-      `[microbatches, layers, ...]`.
+    `inputs` are `[groups, stages, ...]`; `rows` (arrays of each layer) and `state` (which layers change, each
+    microbatch in turn, without gradients) `[virtual_stages, stages, chunk, ...]`; `gathered` by microbatch.
     """
     plan, active = self.schedule, self.active
     stages = np.arange(plan.stages)
@@ -267,7 +263,7 @@ class PipelineLoop:
     compute = self.by_stage(jax.checkpoint(self.chunk, prevent_cse=False))
     read, write = self.by_stage(at), self.by_stage(put)
     shared, gathered = self.for_each_stage((shared, gathered))
-    rows, active = swapped((rows, active))
+    rows, active, state = swapped((rows, active, state))  # the dim of stages first
 
     def step(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
       belt, state, outputs = carry
@@ -275,11 +271,11 @@ class PipelineLoop:
       def run(
         given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
       ) -> tuple[PyTree, PyTree]:
-        before = read(swapped(state), repeat)
+        before = read(state, repeat)
         result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
         # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
         changed = jax.lax.stop_gradient(self._where(works, changed, before))
-        return result, (swapped(write(swapped(state), repeat, changed)), made)
+        return result, (write(state, repeat, changed), made)
 
       group = t // (plan.stages * plan.virtual_stages)
       entering = at(inputs, jnp.minimum(group, plan.groups - 1))
@@ -292,7 +288,7 @@ class PipelineLoop:
     outputs = self._moved(put(outputs, plan.groups, self._moved(belt.line, -1)), 1, 1)
     early, late = (jax.tree.map(lambda x, n=n: x[n : n + plan.groups], outputs) for n in (0, 1))
     found = swapped(self._where(stages == 0, swapped(early), swapped(late)))
-    return found, state, self._of(made)
+    return found, swapped(state), self._of(made)
 
   def tick(
     self,
@@ -304,18 +300,10 @@ class PipelineLoop:
     *,
     backwards: bool = False,
   ) -> tuple[Belt, PyTree]:
-    """One tick of either direction.
+    """One tick of either direction: the new belt, and the others that `compute` returns.
 
-    Args:
-      belt: what is under way.
-      tick: the tick's number, in its direction.
-      entering: the inputs of the group that may enter, `[stages, ...]`.
-      idle: the inputs of stages that do not work.
-      compute: `(inputs, works, microbatch, chunk) -> (results, others)`; all arrays are `[stages, ...]`.
-      backwards: from the last stage to the first; a group then enters with its last microbatch.
-
-    Returns:
-      The new belt, and the others.
+    `entering` are the inputs of the group that may enter, `idle` those of stages that do not work; all arrays
+    are `[stages, ...]`. Backwards, a group enters at the last stage, with its last microbatch.
     """
     plan = self.schedule
     stages, by = np.arange(plan.stages), 1
@@ -488,11 +476,7 @@ def in_order(pipeline: Pipeline, mesh: AnyMesh | None) -> Pipeline:
 
 
 def size_along(mesh: AnyMesh | None, axis: str) -> int:
-  """The size of a mesh axis; 1 without a mesh.
-
-  Raises:
-    SchemeError: the mesh has no such axis.
-  """
+  """The size of a mesh axis, 1 without a mesh; `SchemeError` if the mesh has no such axis."""
   sizes = {axis: 1} if mesh is None else axis_sizes(mesh)
   if axis not in sizes:
     raise SchemeError(

@@ -39,58 +39,36 @@ PIPELINE_RULE = "pipeline_1f1b"
 
 
 class Weights(NamedTuple):
-  """Arrays that have gradients and do not depend on the batch.
+  """Arrays that have gradients and do not depend on the batch."""
 
-  Attributes:
-    rows: an input of each layer -> `[stages, virtual_stages, chunk, ...]`.
-    outer: the values of `Gradients.outer`, a copy for each stage.
-  """
-
-  rows: dict[Key, jax.Array]
-  outer: list[jax.Array]
+  rows: dict[Key, jax.Array]  # an input of each layer -> `[stages, virtual_stages, chunk, ...]`
+  outer: list[jax.Array]  # the values of `Gradients.outer`, a copy for each stage
 
 
 class LayerInputs(NamedTuple):
-  """What the layers of a chunk read, besides activations and the arrays that they change.
+  """What the layers of a chunk read, besides activations and the arrays that they change."""
 
-  Attributes:
-    weights: the arrays with gradients.
-    rest: the rows of the layers without gradients, `[stages, virtual_stages, chunk, ...]`.
-    active: which layers of each chunk are real, `[stages, virtual_stages, chunk]`.
-    repeat: for each stage, which of its chunks it computes, `[stages]`.
-  """
-
-  weights: Weights
-  rest: PyTree
-  active: AnyArray
-  repeat: AnyArray
+  weights: Weights  # the arrays with gradients
+  rest: PyTree  # the rows of the layers without gradients, `[stages, virtual_stages, chunk, ...]`
+  active: AnyArray  # which layers of each chunk are real, `[stages, virtual_stages, chunk]`
+  repeat: AnyArray  # for each stage, which of its chunks it computes, `[stages]`
 
 
 class Under(NamedTuple):
-  """The carry of the loop over groups. Each array has a dim of stages first.
+  """The carry of the loop over groups. Each array has a dim of stages first."""
 
-  Attributes:
-    forward: activations that are under way.
-    backward: gradients of activations that are under way.
-    state: the arrays that the layers change.
-    saved: what the backward passes of the chunks under way need: their inputs, or residuals
-      (`pipeline_saving.py`); dim 1 is the slot of `Gradients._slot`.
-    made: the results of their layers that are read outside of the layers, with the same dims.
-    made_gradients: the gradients of these results.
-    bridge: values that are computed before the layers and read after them, for the group that leaves next.
-    bridge_gradients: the gradients of these values, for the group that left.
-    gradients: sums of the gradients of the weights, in float32 or wider; each stage has its own.
-  """
-
-  forward: Belt
-  backward: Belt
-  state: PyTree
+  forward: Belt  # activations that are under way
+  backward: Belt  # gradients of activations that are under way
+  state: PyTree  # the arrays that the layers change
+  # what the backward passes of the chunks under way need: their inputs, or residuals (`pipeline_saving.py`);
+  # dim 1 is the slot of `Gradients._slot`
   saved: PyTree
-  made: PyTree
-  made_gradients: PyTree
+  made: PyTree  # the results of their layers that are read outside of the layers, with the same dims
+  made_gradients: PyTree  # the gradients of these results
+  # values that are computed before the layers and read after them, for the group that leaves next
   bridge: PyTree
-  bridge_gradients: PyTree
-  gradients: Weights
+  bridge_gradients: PyTree  # the gradients of these values, for the group that left
+  gradients: Weights  # sums of the gradients of the weights, in float32 or wider; each stage has its own
 
 
 class Pipeline1F1B(TrainPipeline):
@@ -131,26 +109,7 @@ class Pipeline1F1B(TrainPipeline):
 
 
 class Gradients:
-  """One call of a pipeline with gradients.
-
-  Args:
-    of: the pipeline.
-    model: the arrays of the model.
-    parts: arrays `[microbatches, ...]`.
-    trained: the positions of the arrays of the model whose gradients are wanted.
-
-  Attributes:
-    fixed: the values that do not depend on the batch.
-    outer: those of them that have gradients and are read once, not by layer: of the embedding, of the head,
-      and the values that are the same for all layers.
-    trains: the rows of the layers that have gradients.
-    state: the rows of the layers that the layers change, `[stages, virtual_stages, chunk, ...]`.
-    rows: the remaining rows, with the same dims.
-    sent: the inputs that all layers of a microbatch read, and that depend on the batch: they travel with it.
-    shared: the inputs that all layers read and that are in `outer`, by their position there.
-    wanted: the results of the program that differ by microbatch.
-    bridge: the values that are computed before the layers, and read after them.
-  """
+  """One call of a pipeline with gradients, of the arrays of the model in `trained`; see `__init__`."""
 
   def __init__(
     self, of: TrainPipeline, model: list[jax.Array], parts: list[jax.Array], trained: Collection[int]
@@ -164,6 +123,7 @@ class Gradients:
     moving = dependents(of.eqns, [of.inputs[n] for n in trained])
     others = (*self.stack.same.values(), *self.stack.carried, of.outputs[0])  # a loss of weights alone
     reads = (*of.reads([*of.before, *of.after]), *variables(others))
+    # With gradients and read once, not by layer: the embedding, the head, what all layers share.
     self.outer = [
       var for var in dict.fromkeys(reads) if var in self.fixed and var in moving and is_inexact(var.aval)
     ]
@@ -173,6 +133,7 @@ class Gradients:
       if key not in of.of_layers and not moving.isdisjoint(some) and is_inexact(some[0].aval)
     ]
     places = {var: n for n, var in enumerate(self.outer)}
+    # What all layers of a microbatch read: it travels with the microbatch, is in `outer`, or is known.
     self.sent = [*of.travels, *of.gathered]
     self.shared = {key: places[var] for key, var in of.same.items() if var in places}
     known = {
@@ -187,6 +148,7 @@ class Gradients:
       if o not in of.kept and o not in of.changed and (among(var, of.varies) or among(var, late))
     ]
     read_late = {*of.reads(of.after), *variables(self.wanted)}
+    # Computed before the layers, and read after them.
     self.bridge = [var for n in of.before for var in of.eqns[n].outvars if var in read_late]
     self.loop = PipelineLoop(of.schedule, of.options.axis, of.mesh, of.layer(known, of.made_outside))
     self.batch_variables = [*varying]
@@ -394,10 +356,7 @@ class Gradients:
   ) -> tuple[list[jax.Array], PyTree, PyTree]:
     """The gradients of a chunk, which is computed again: of its input, its rows and the outer weights.
 
-    Args:
-      slopes: the gradients of its result, and of the layers' other results.
-      saved: its input, and the arrays that its layers change, before the change.
-      inputs: what else its layers read.
+    `slopes` are the gradients of its result and of the layers' other results; `saved`, its input and state.
     """
     (carry, state), weights, repeat = saved, inputs.weights, inputs.repeat
 

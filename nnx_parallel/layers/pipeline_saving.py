@@ -4,7 +4,9 @@ A tick backward of `pipeline_1f1b` computes a chunk again from its saved inputs.
 and of its backward pass is cut in two: the operations that do not read gradients run in the tick forward, and
 the others in the tick backward. Values of weights alone are not saved: both ticks compute them. Where a
 forward pass, the gradients of inputs and those of weights take equal times, a chunk takes 3 of these times,
-not 4; in return, each stage saves the activations of three groups of microbatches.
+not 4; in return, each stage saves the activations of three groups of microbatches. An example: of a layer
+`y = tanh(x @ w)` and its gradients `h = g * (1 - y**2)`, `h @ w.T`, `x.T @ h`, the tick forward computes y
+and `1 - y**2`, and saves x and `1 - y**2`; the three operations that read g run in the tick backward.
 """
 
 from __future__ import annotations
@@ -148,25 +150,18 @@ class Cut:
 
   The function takes `varied` values, which differ by call; `weights`; and `slopes`, the gradients of its
   results. It returns its results, and the gradients of the varied values and of the weights.
-
-  Attributes:
-    constants: the values of constants.
-    inputs: the variables of `varied`, `weights` and `slopes`.
-    results, trees: the variables of the results and of the gradients, and their structures.
-    early: the operations that do not read slopes.
-    again: those of them that read weights alone: both programs compute them.
-    back: the other operations.
-    residuals: the values that `forward` passes to `backward`.
   """
 
-  constants: Values
+  constants: Values  # the values of constants
+  # the variables of `varied`, `weights` and `slopes`
   inputs: tuple[Sequence[Var], Sequence[Var], Sequence[Var]]
+  # the variables of the results and of the gradients, and their structures
   results: tuple[Sequence[Var], Sequence[Var]]
   trees: tuple[Any, Any]
-  early: list[JaxprEqn]
-  again: list[JaxprEqn]
-  back: list[JaxprEqn]
-  residuals: list[Var]
+  early: list[JaxprEqn]  # the operations that do not read slopes
+  again: list[JaxprEqn]  # those of them that read weights alone: both programs compute them
+  back: list[JaxprEqn]  # the other operations
+  residuals: list[Var]  # the values that `forward` passes to `backward`
 
   @classmethod
   def of(cls, function: Callable[..., PyTree], varied: PyTree, weights: PyTree, slopes: PyTree) -> Cut:

@@ -2,6 +2,9 @@
 
 A statistic is one number, or a few, per row: a sum, a sum of exponentials, a maximum, the best columns. The
 statistics of the chunks combine to that of all columns. The columns are the last dim, and stay, with size 1.
+An example: chunks [1, 2] and [5, 4] have the maxima and sums of exponentials (2, 1.37) and (5, 1.37), and
+together (5, 1.37 * exp(2 - 5) + 1.37). Backward, each chunk is computed again; its part of the sum is
+`exp(chunk - 5).sum()`, and the gradients of these parts are the softmax. The maximum needs no gradient.
 """
 
 from __future__ import annotations
@@ -28,20 +31,14 @@ def _wide(x: jax.Array) -> DTypeLike:
 
 
 class Kind(NamedTuple):
-  """A statistic: of a chunk, of two chunks together, and the part of it that has a gradient by a chunk.
+  """A statistic: of a chunk, of two chunks together, and the part of it that has a gradient by a chunk."""
 
-  Attributes:
-    of: `*arrays -> numbers` per row.
-    combined: `(numbers, numbers) -> numbers`.
-    part: `(numbers of all columns, *arrays) -> [number]`, of the one that is `derived`; None: none is.
-    start: the numbers of no columns.
-    stale: what columns that an earlier chunk has are replaced by, in each array; None: they stay.
-  """
-
-  of: Callable[..., list[jax.Array]]
-  combined: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
+  of: Callable[..., list[jax.Array]]  # `*arrays -> numbers` per row
+  combined: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]  # `(numbers, numbers) -> numbers`
+  # `(numbers of all columns, *arrays) -> [number]`, of the one that is `derived`; None: none is
   part: Callable[..., list[jax.Array]]
-  start: tuple[float, ...]
+  start: tuple[float, ...]  # the numbers of no columns
+  # what columns that an earlier chunk has are replaced by, in each array; None: they stay
   stale: tuple[float | None, ...]
   derived: int | None = 0
 

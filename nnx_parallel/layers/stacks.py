@@ -8,7 +8,11 @@ A run of marked calls is a chain if each input of a call is one of
 
 A unit is one call, or a few calls where kinds alternate: (local, local, global) has a period of 3. Units pass
 activations on; two towers side by side do not. A chain becomes one scan, whose program does not grow with
-depth, or the stages of a pipeline. Rows are stacked.
+depth, or the stages of a pipeline. Rows are stacked. An example: of `for b in blocks: x = b(x, mask)`, x is
+carried, the mask is the same, and the weights of the blocks are a row:
+
+  x = b0(x, mask); x = b1(x, mask)   ->   scan(lambda x, w: body(x, w, mask), x, stack(w0, w1))
+
 Consecutive scans of one body are also one stack of layers, for a pipeline.
 Weights that a layer only reads after a cast are cast first. Operations between the calls that do not depend
 on the chain are evaluated before the chain.
@@ -71,23 +75,14 @@ EachLayer: TypeAlias = list[Var]
 
 @dataclasses.dataclass
 class Chain:
-  """Units of calls that form one scan.
+  """Units of calls that form one scan."""
 
-  Attributes:
-    units: the positions of the operations of each unit in the program.
-    inner: input -> the result of an earlier call of its unit.
-    carried: input -> the result of the unit before.
-    same: inputs that are one value in all units; all remaining inputs are rows.
-    dependents: the variables that depend on a result of the chain.
-    scan: whether the chain is one scan.
-  """
-
-  units: list[tuple[int, ...]]
-  inner: dict[Place, Place]
-  carried: dict[Place, Place]
-  same: set[Place]
-  dependents: set[Var]
-  scan: bool = False
+  units: list[tuple[int, ...]]  # the positions of the operations of each unit in the program
+  inner: dict[Place, Place]  # input -> the result of an earlier call of its unit
+  carried: dict[Place, Place]  # input -> the result of the unit before
+  same: set[Place]  # inputs that are one value in all units; all remaining inputs are rows
+  dependents: set[Var]  # the variables that depend on a result of the chain
+  scan: bool = False  # whether the chain is one scan
 
   @property
   def calls(self) -> list[int]:
@@ -97,36 +92,23 @@ class Chain:
 
 @dataclasses.dataclass
 class Stack:
-  """Equal layers of a trace.
+  """Equal layers of a trace."""
 
-  Attributes:
-    numbers: the positions of their operations.
-    length: the number of layers.
-    name: the paths of the first and the last layer, or "a scan".
-    same: inputs that are one value for all layers.
-    carried: the inputs that the first layer takes from outside, and later layers from the previous layer.
-    final: a result of the last layer -> the carried input that it would be.
-    rows: an input of each layer -> its variables.
-    made: a result of each layer -> its variables.
-    step: `(values of same) -> Body`, of rows and results in the order of `rows` and `made`.
-    used: the variables that are read outside of the layers.
-    scanned: whether it is a scan of the model, whose variables have all layers on dim 0.
-    size: how many layers of the model each layer is.
-    narrow: rows that the layers only read cast -> the narrower dtype.
-  """
-
-  numbers: frozenset[int]
-  length: int
-  name: str
-  same: dict[Key, Var]
+  numbers: frozenset[int]  # the positions of their operations
+  length: int  # the number of layers
+  name: str  # the paths of the first and the last layer, or "a scan"
+  same: dict[Key, Var]  # inputs that are one value for all layers
+  # the inputs that the first layer takes from outside, and later layers from the previous layer
   carried: list[Var]
-  final: dict[Var, int]
-  rows: dict[Key, EachLayer]
-  made: dict[Key, EachLayer]
+  final: dict[Var, int]  # a result of the last layer -> the carried input that it would be
+  rows: dict[Key, EachLayer]  # an input of each layer -> its variables
+  made: dict[Key, EachLayer]  # a result of each layer -> its variables
+  # `(values of same) -> Body`, of rows and results in the order of `rows` and `made`
   step: Callable[[Mapping[Key, jax.Array]], Body]
-  used: set[Var]
-  scanned: bool = False
-  size: int = 1
+  used: set[Var]  # the variables that are read outside of the layers
+  scanned: bool = False  # whether it is a scan of the model, whose variables have all layers on dim 0
+  size: int = 1  # how many layers of the model each layer is
+  # rows that the layers only read cast -> the narrower dtype
   narrow: Mapping[Key, DTypeLike | None] = dataclasses.field(default_factory=dict[Key, DTypeLike | None])
 
   @property
@@ -198,15 +180,8 @@ def move_inside(reasons: Iterable[str]) -> str:
 class Stacks:
   """A program with its chains of layers.
 
-  Args:
-    jaxpr: the trace of a loss.
-    scan_from: the smallest number of layers of a scan; None: no chain becomes a scan.
-    remat: what layers save. Chains that are not scans are then also evaluated unit by unit, not call by call,
-      where a unit is recomputed as one.
-
-  Attributes:
-    chains: by the position of their first operation.
-    reasons: why neighbouring layers are not in one chain.
+  A chain of at least `scan_from` layers becomes a scan (None: none does). Other chains are evaluated unit by
+  unit where `remat` recomputes a unit as one.
   """
 
   def __init__(self, jaxpr: Program, scan_from: int | None = 2, remat: Remat = AS_WRITTEN):
@@ -270,11 +245,7 @@ class Stacks:
     return [read(var, values) for var in self.body.outvars]
 
   def largest(self) -> Stack:
-    """The equal layers, marked calls or scans, that hold the most bytes.
-
-    Raises:
-      TrainError: there are no equal layers.
-    """
+    """The equal layers, marked calls or scans, that hold the most bytes; `TrainError` if there are none."""
     stacks = [self.stack(chain) for chain in self.chains.values() if len(chain.units) > 1]
     stacks += [self._of_scan(n) for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
     found = max(stacks, key=lambda stack: stack.nbytes, default=None)

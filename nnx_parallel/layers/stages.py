@@ -5,7 +5,9 @@ The loss is traced for one microbatch. Its layers (`layers/stacks.py`) become a 
 - *fixed*: they depend on neither the batch nor the layers, and are computed once;
 - *before*: they depend on the batch (the embedding);
 - *after*: they depend on the layers (the head and the loss).
-Operations before and after are computed for one microbatch of each stage at a time, on its stage.
+Operations before and after are computed for one microbatch of each stage at a time, on its stage. An example:
+of `loss(norm(blocks(embed(tokens))) @ head.astype(bfloat16), labels)`, the cast of the head is fixed, the
+embedding is before, the blocks are the pipeline, and the norm, the product and the loss are after.
 
 The values equal the values of sequential microbatches: each microbatch in turn changes a Variable of a layer
 (batch statistics), and a Variable that does not depend on the batch (the count of a random stream) is counted
@@ -34,56 +36,36 @@ from nnx_parallel.layers.stacks import Key, Stacks, as_called, variables
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-  """The roles of the inputs and results of a traced loss, by position.
+  """The roles of the inputs and results of a traced loss, by position."""
 
-  Attributes:
-    model: the number of leading inputs that are arrays of the model; the rest are arrays of a microbatch.
-    states: result -> input, for arrays of the model that the loss may change.
-    outputs: results with the examples on dim 0; all other results are sums.
-  """
-
-  model: int
-  states: Mapping[int, int]
-  outputs: Collection[int]
+  model: int  # the number of leading inputs that are arrays of the model; the rest are arrays of a microbatch
+  states: Mapping[int, int]  # result -> input, for arrays of the model that the loss may change
+  outputs: Collection[int]  # results with the examples on dim 0; all other results are sums
 
 
 class AroundLayers:
   """The operations of a trace, sorted by their relation to its equal layers.
 
-  Args:
-    program: the trace, with its stacks of layers.
-    signature: the roles of its inputs and results.
-
-  Attributes:
-    stack: the layers.
-    changed: result -> input, for arrays that the program does change.
-    kept: results for arrays that the program may change but does not.
-    read: variables that are read outside of the layers.
-    of_layers: inputs that each layer changes -> its results that are the new values.
-    alone: result -> input, for arrays that change outside of the layers.
-
-  Raises:
-    TrainError: there are no equal layers.
+  `TrainError` if there are no equal layers.
   """
 
   def __init__(self, program: Stacks, signature: Signature):
     self.program, self.signature, self.stack = program, signature, program.largest()
     self.eqns, self.inputs, self.outputs = program.eqns, [*program.body.invars], [*program.body.outvars]
     states = signature.states
+    # Results for arrays that the program may change, by whether it does: `changed` is result -> input.
     self.changed = {o: i for o, i in states.items() if self.outputs[o] is not self.inputs[i]}
     self.kept = {o for o in states if o not in self.changed}
     outside = [n for n in range(len(self.eqns)) if n not in self.stack.numbers]
     self.read = {*self.reads(outside), *variables(v for o, v in enumerate(self.outputs) if o not in states)}
+    # What each layer changes, and what changes outside of the layers, such as the count of a random stream.
     self.of_layers, news = self._of_layers()
     self.alone = {o: i for o, i in self.changed.items() if self.outputs[o] not in news}
 
   def sort(self, varying: Collection[Var]) -> None:
     """Sorts the operations outside of the layers into `fixed`, `before` and `after`; see above.
 
-    Sets `varies`: the given variables and all variables that depend on them, which differ by microbatch.
-
-    Raises:
-      TrainError: each layer reads a different value that depends on the batch.
+    Sets `varies`: these variables and all that depend on them. `TrainError` if each layer reads another one.
     """
     made = {*self.stack.final, *self.made_variables}
     after, self.varies = dependents(self.eqns, made), dependents(self.eqns, varying)
@@ -127,9 +109,7 @@ class AroundLayers:
   def layer(self, known: Mapping[Key, jax.Array], kept: Collection[Key] = ()) -> Layer:
     """One layer, for `PipelineLoop`; its carry includes the arrays that travel with the microbatch.
 
-    Args:
-      known: the values of `same` that are one array for all microbatches.
-      kept: results of each layer that are read elsewhere.
+    `known` are the values of `same` that all microbatches share; `kept`, results that are read elsewhere.
     """
 
     def layer(
@@ -167,9 +147,7 @@ class AroundLayers:
 class TrainPipeline(AroundLayers):
   """A traced loss of one microbatch as a pipeline.
 
-  Raises:
-    TrainError: there are no equal layers, or a Variable changes in a way that a pipeline cannot follow.
-    SchemeError: no such axis, the number of microbatches does not fit it, or 1F1B has only one stage.
+  `TrainError` if a Variable changes in a way that a pipeline cannot follow; `SchemeError` for its options.
   """
 
   def __init__(
@@ -231,12 +209,7 @@ class TrainPipeline(AroundLayers):
     return f"; outside of the pipeline, computed by each stage: {names}, weights of {size}"
 
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results of the loss: sums over the microbatches, new arrays, and outputs `[microbatches, ...]`.
-
-    Args:
-      model: the arrays of the model.
-      parts: arrays `[microbatches, ...]`.
-    """
+    """The results of the loss: sums of the microbatches, new arrays, and outputs `[microbatches, ...]`."""
     stack, count = self.stack, self.signature.model
     fixed = values_of(self.program.jaxpr, model)
     self.evaluate(self.fixed, fixed)

@@ -15,7 +15,6 @@ from nnx_parallel.core.text import few, listed
 from nnx_parallel.core.types import Leaf, Variable
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout.decide import ROWS, Given, matching_rule, nearest, tables, unknown_names
-from nnx_parallel.layout.known_faults import convolutions
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.tracing import Abstract
 from nnx_parallel.rules.paths import shifted
@@ -66,32 +65,6 @@ def _names(variable: Variable) -> Names | None:
   # As written: the query's names have another rank than the output's bias.
   names = variable.get_metadata().get("out_sharding")
   return tuple(names) if isinstance(names, (tuple, list, PartitionSpec)) else None
-
-
-def check_depthwise(
-  model: nnx.Module, leaves: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping[str, int]
-) -> list[str]:
-  """Finds kernels of depthwise convolutions that are split by channels over axes which split the batch too.
-
-  XLA does not gather such a kernel, small as it is. It moves the activations, if necessary by replicating
-  them (an "involuntary full rematerialization").
-  """
-  rows = {leaf.path: leaf for leaf in leaves}
-  grouped = [path for path, groups in convolutions(model) if groups > 1]
-  kernels = [rows[found] for path in grouped if (found := (*path, "kernel")) in rows]
-  split = {
-    leaf.name: [axis for axis in axes_of(leaf.spec[-1]) if axis in batch and mesh[axis] > 1]
-    for leaf in kernels
-    if leaf.shape[-2] == 1
-  }
-  names = [name for name, axes in split.items() if axes]
-  if not names:
-    return []
-  axes = dict.fromkeys(axis for found in split.values() for axis in found)
-  return [
-    f"{few(names)}: depthwise kernels split by channels over {', '.join(axes)}, as the batch, so a step sends"
-    " activations instead of weights; replicate them: a path rule of None, or a larger min_size"
-  ]
 
 
 def check_tables(

@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import HELD, is_inexact
 from nnx_parallel.core.mesh import (
   AnyMesh,
@@ -42,22 +43,14 @@ from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program.
+  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program."""
 
-  Attributes:
-    rules: the logical rules, with a rule for `batch` if rules or mesh decide it.
-    mesh: the mesh, or None.
-    inputs: the rules for the inputs, if there are some.
-    stated: whether rules say how the batch is split, and not only the names of the mesh axes.
-    apart: names for which the plans of several models have different rules.
-    own: the `sharding_rules` that the author of a Variable wrote, where creation put the resolved axes.
-  """
-
-  rules: LogicalRules
+  rules: LogicalRules  # the logical rules, with a rule for `batch` if rules or mesh decide it
   mesh: AnyMesh | None
-  inputs: InputRules | None = None
-  stated: bool = True
-  apart: frozenset[str] = frozenset()
+  inputs: InputRules | None = None  # the rules for the inputs, if there are some
+  stated: bool = True  # whether rules say how the batch is split, and not only the names of the mesh axes
+  apart: frozenset[str] = frozenset()  # names for which the plans of several models have different rules
+  # the `sharding_rules` that the author of a Variable wrote, where creation put the resolved axes
   own: Any = ()
 
   def __hash__(self) -> int:
@@ -91,6 +84,7 @@ _SCOPE: Any = jax.make_user_context(None)
 _MAPPED: Any = jax.make_user_context(())
 
 
+@check_arguments(ShardingError)
 @contextlib.contextmanager
 def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
   """Puts logical rules in scope for `constrain`, and makes a mesh active.
@@ -267,21 +261,13 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-  """Where arrays are computed.
+  """Where arrays are computed."""
 
-  Attributes:
-    mesh: the mesh, abstract if it is active; None for one device.
-    rules: the rules of the plan or of `use_rules`, or none.
-    manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
-    mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
-    apart: names for which the plans of several models have different rules.
-  """
-
-  mesh: AnyMesh | None
-  rules: LogicalRules
-  manual: frozenset[str]
-  mapped: frozenset[str]
-  apart: frozenset[str] = frozenset()
+  mesh: AnyMesh | None  # the mesh, abstract if it is active; None for one device
+  rules: LogicalRules  # the rules of the plan or of `use_rules`, or none
+  manual: frozenset[str]  # the mesh axes of an enclosing `shard_map`, along which arrays are shards
+  mapped: frozenset[str]  # the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`)
+  apart: frozenset[str] = frozenset()  # names for which the plans of several models have different rules
 
   def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """The spec of an array with logical names or mesh axes; dims that do not divide are not split."""
@@ -311,6 +297,7 @@ def surroundings(*arrays: Leaf) -> Surroundings:
   return Surroundings(mesh, rules, manual, axes_of_maps(), apart)
 
 
+@check_arguments(ShardingError)
 def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   """Constrains the sharding of an activation by logical names, inside and outside of jit.
 

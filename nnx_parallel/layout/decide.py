@@ -69,15 +69,10 @@ class Named(NamedTuple):
 
 
 class Offered(NamedTuple):
-  """What `fsdp` may split of an array.
+  """What `fsdp` may split of an array."""
 
-  Attributes:
-    is_table: whether it is a look-up table, whose rows come first.
-    taps: the number of spatial dims of a dilated kernel, which stay whole: XLA gets their gradient wrong.
-  """
-
-  is_table: bool
-  taps: int
+  is_table: bool  # whether it is a look-up table, whose rows come first
+  taps: int  # the number of spatial dims of a dilated kernel, which stay whole: XLA gets their gradient wrong
 
 
 def model_rows(traced: Trace, given: Given) -> list[LeafPlan]:

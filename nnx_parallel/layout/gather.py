@@ -72,21 +72,14 @@ _MOVES = MOVES | {"concatenate", "stack", "unstack"}
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-  """Which arrays of some modules a loss gathers.
+  """Which arrays of some modules a loss gathers."""
 
-  Attributes:
-    axes: the axes of the examples that are larger than 1, major to minor.
-    mesh: the mesh of the arrays.
-    reads: path -> the layout of an array that they shard.
-    everywhere: whether each read gathers. Look-ups exchange columns and products keep their examples anyway.
-    positions: the axes that split the positions of activations between layers.
-  """
-
-  axes: tuple[str, ...]
-  mesh: AnyMesh
-  reads: Mapping[Path, Dims]
+  axes: tuple[str, ...]  # the axes of the examples that are larger than 1, major to minor
+  mesh: AnyMesh  # the mesh of the arrays
+  reads: Mapping[Path, Dims]  # path -> the layout of an array that they shard
+  # whether each read gathers. Look-ups exchange columns and products keep their examples anyway.
   everywhere: bool
-  positions: frozenset[str] = frozenset()
+  positions: frozenset[str] = frozenset()  # the axes that split the positions of activations between layers
 
   @classmethod
   def of(

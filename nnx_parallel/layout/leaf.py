@@ -24,20 +24,15 @@ Source = Literal["metadata", "stated", "path rule", "fallback", "parameter", "re
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """The reason for the spec of a leaf.
+  """The reason for the spec of a leaf."""
 
-  Attributes:
-    source: the origin of its names: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer
-      state), or none: `replicated`.
-    reason: one short phrase for the table.
-    steps: the attempts, in order, one sentence each; printed by `plan.explain(path)`.
-    intended: whether the rules mean this layout; False where an array or dim is not split because a rule, a
-      free axis, or a size that divides is missing. The audit warns about these.
-  """
-
+  # the origin of its names: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer state),
+  # or none: `replicated`
   source: Source
-  reason: str
-  steps: tuple[str, ...] = ()
+  reason: str  # one short phrase for the table
+  steps: tuple[str, ...] = ()  # the attempts, in order, one sentence each; printed by `plan.explain(path)`
+  # whether the rules mean this layout; False where an array or dim is not split because a rule, a free axis,
+  # or a size that divides is missing. The audit warns about these.
   intended: bool = True
 
 

@@ -27,16 +27,12 @@ Shape = tuple[int, ...]
 
 
 class PerMatrixState(NamedTuple):
-  """State of `parallel.per_matrix`.
+  """State of `parallel.per_matrix`."""
 
-  Attributes:
-    groups: by `group_name`, the state of the transformation for equal matrices: dim 0 of each array counts
-      the matrices, in the order of the parameters.
-    rest: the state of the transformation for the parameters that are not matrices.
-  """
-
+  # by `group_name`, the state of the transformation for equal matrices: dim 0 of each array counts the
+  # matrices, in the order of the parameters
   groups: dict[str, PyTree]
-  rest: PyTree
+  rest: PyTree  # the state of the transformation for the parameters that are not matrices
 
 
 def group_name(rows: int, columns: int, dtype: DTypeLike) -> str:

@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic
 
 import jax
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Path, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
@@ -30,7 +32,6 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.show import audit, diff, json, picture, text
@@ -70,6 +71,7 @@ class Plan(PlanTable, Generic[R]):
   wrt: nnx.filterlib.Filter = nnx.Param
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
 
+  @check_arguments(PlanError)
   def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
     """Returns abstract arrays with the planned shardings, as stored, for a restore or an AOT compilation.
 
@@ -97,6 +99,7 @@ class Plan(PlanTable, Generic[R]):
       raise no_batch_axes(self.rules, axis_sizes(self.mesh))
     return axes
 
+  @check_arguments(PlanError, ndim=range(65))
   def batch_spec(self, ndim: int) -> PartitionSpec:
     """Returns the spec of an input with `ndim` dims, by `InputRules`; else `batch_axes` on dim 0 only.
 
@@ -149,6 +152,7 @@ class Plan(PlanTable, Generic[R]):
     """
     return sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.is_parameter)
 
+  @check_arguments(PlanError)
   def explain(self, name: str) -> str:
     """Explains how the layout of one leaf was decided.
 
@@ -188,6 +192,7 @@ class Plan(PlanTable, Generic[R]):
     """Prints the plan: in a terminal with colours and at its width, in a notebook as HTML."""
     text.show(self)
 
+  @check_arguments(PlanError)
   def picture(self, name: str) -> str:
     """Draws which devices hold which block of an array, as text.
 
@@ -210,6 +215,7 @@ class Plan(PlanTable, Generic[R]):
     """
     return picture.draw_blocks(self[name])
 
+  @check_arguments(PlanError)
   def audit(self, *, min_bytes: int = 2**20) -> Audit:
     """Lists the large leaves that every device holds in full, and the mesh axes that could shard them.
 
@@ -218,8 +224,7 @@ class Plan(PlanTable, Generic[R]):
 
     Returns:
       An `Audit`, with the largest leaves first. It prints as a table, and it is empty (falsy) if nothing
-      large is replicated. Its `faults` are known faults of XLA that can affect a step that you write yourself
-      on this layout.
+      large is replicated.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -228,11 +233,9 @@ class Plan(PlanTable, Generic[R]):
       >>> [(found.leaf.name, found.wasted, found.remedy) for found in plan.audit()]
       [('kernel', 1835008, 'fsdp could split dim 0 (1024)')]
     """
-    sizes, leaves = axis_sizes(self.mesh), [leaf for leaf in self.leaves if leaf.root == "model"]
-    batch = batch_axes(self.rules, sizes) or ()
-    faults = fault_notes(possible_faults(leaves, None, self.rules, batch, sizes), sizes, batch)[1]
-    return dataclasses.replace(audit.audit(self, min_bytes=min_bytes), faults=tuple(faults))
+    return audit.audit(self, min_bytes=min_bytes)
 
+  @check_arguments(PlanError)
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
     """Warns once about large parameters that are replicated without a rule.
 
@@ -245,8 +248,9 @@ class Plan(PlanTable, Generic[R]):
     Returns:
       Whether there was a reason to warn.
     """
-    return audit.warn_replicated(self, stacklevel=stacklevel + 1)
+    return audit.warn_replicated(self, stacklevel=stacklevel + 2)  # `check_arguments` has a frame
 
+  @check_arguments(PlanError)
   def diff(self, other: Plan[Any]) -> PlanDiff:
     """Compares the layout of this plan with another plan.
 
@@ -281,6 +285,7 @@ class Plan(PlanTable, Generic[R]):
     """
     return json.to_json(self)
 
+  @check_arguments(PlanError)
   def trainable(self, wrt: nnx.filterlib.Filter | None = None) -> Trainable:
     """Counts the parameters that a filter trains and the parameters that it freezes.
 
@@ -307,6 +312,7 @@ class Plan(PlanTable, Generic[R]):
     return audit.trainable(self, self.abstract["model"], self.wrt if wrt is None else wrt)
 
   @classmethod
+  @check_arguments(PlanError)
   def from_json(
     cls,
     text: str,
@@ -383,7 +389,10 @@ class Plan(PlanTable, Generic[R]):
     """The shardings to which `ShardedOptimizer.update` constrains the parameters and the state."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
-    return Placement(model, optimizer, self.zero, self._scattered)
+    gradients = self._scattered
+    tables = (tuple(table.items()) for table in (model, optimizer, gradients))
+    made = Placement(model, optimizer, self.zero, gradients)
+    return _PLACEMENTS.setdefault((self.zero, *tables), made)
 
   @property
   def _scattered(self) -> dict[Path, NamedSharding]:
@@ -395,6 +404,10 @@ class Plan(PlanTable, Generic[R]):
         # The state may be stored in the host's memory; gradients are not.
         found.setdefault(own.path, NamedSharding(self.mesh, leaf.spec))  # pyright: ignore[reportArgumentType]
     return found
+
+
+_PLACEMENTS: weakref.WeakValueDictionary[Hashable, Placement] = weakref.WeakValueDictionary()
+"""Equal placements are one object, since steps are compiled for its identity."""
 
 
 def no_constructor() -> PlanError:

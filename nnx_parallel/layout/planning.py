@@ -26,14 +26,13 @@ from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import (
   check_attention,
   check_complete,
-  check_depthwise,
   check_names,
   check_rules,
   check_tables,
 )
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
-from nnx_parallel.layout.known_faults import check_faults, fault_notes, own_step_note, possible_faults
+from nnx_parallel.layout.known_faults import check_convolutions, own_step_notes
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -272,12 +271,9 @@ def _notes(
   model, sizes = traces["model"].made, given.sizes
   notes: list[str] = []
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
-    faults = possible_faults(rows, model.node, given.rules, batch, sizes)
-    check_faults(faults, given.rules, sizes, batch)
-    notes += fault_notes(faults, sizes, batch)[0]
-    notes += check_depthwise(model.node, rows, batch, sizes)
+    check_convolutions(model.node, rows, given.rules, batch, sizes)
     notes += check_tables(model.node, rows, batch, sizes)
-    notes += own_step_note(rows, batch, sizes)
+    notes += own_step_notes(model.node, rows, batch, sizes)
   notes += _overridden({**placements(traces["model"]), **traces["model"].stated}, rows)
   if whole := why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_by_dim, axes_in, axes_of, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
@@ -30,19 +31,15 @@ from nnx_parallel.rules.logical import (
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-  """A spec and how it was found.
+  """A spec and how it was found."""
 
-  Attributes:
-    spec: one entry per dim.
-    padding: elements added at the end of each dim so that it divides; all zero unless `uneven="pad"`.
-    steps: the attempts and decisions, in order, one sentence each.
-  """
-
-  spec: PartitionSpec
+  spec: PartitionSpec  # one entry per dim
+  # elements added at the end of each dim so that it divides; all zero unless `uneven="pad"`
   padding: tuple[int, ...]
-  steps: tuple[str, ...]
+  steps: tuple[str, ...]  # the attempts and decisions, in order, one sentence each
 
 
+@check_arguments(ShardingError)
 def resolve_spec(
   names: Sequence[Entry],
   shape: Sequence[int],
@@ -234,17 +231,11 @@ def _no_candidate(
 
 @dataclasses.dataclass(frozen=True)
 class Extended:
-  """A spec with more axes.
+  """A spec with more axes."""
 
-  Attributes:
-    spec: one entry per dim.
-    padding: elements to add at the end of each dim so that it divides.
-    added: the added axes and their dim, in order.
-  """
-
-  spec: PartitionSpec
-  padding: tuple[int, ...]
-  added: tuple[tuple[Candidate, int], ...]
+  spec: PartitionSpec  # one entry per dim
+  padding: tuple[int, ...]  # elements to add at the end of each dim so that it divides
+  added: tuple[tuple[Candidate, int], ...]  # the added axes and their dim, in order
 
 
 def add_axes(

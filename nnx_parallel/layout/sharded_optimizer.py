@@ -14,11 +14,13 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves
 from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, Model, Optimizer, PyTree
-from nnx_parallel.errors import TrainError
+from nnx_parallel.errors import PlanError, TrainError
 from nnx_parallel.layout.optimizer_layout import PerMatrixState
 
 M = TypeVar("M", bound=nnx.Module)
@@ -29,17 +31,12 @@ class Placement:
   """The planned shardings of a model and of its optimizer.
 
   Compared by identity, since Flax compares static attributes in every `nnx.jit` call, and a plan has one.
-
-  Attributes:
-    model: path -> sharding of the storage shape.
-    optimizer: the same for the optimizer's arrays.
-    zero: the plan's ZeRO stage.
-    gradients: path -> sharding of a scattered gradient, for parameters whose state is split further.
   """
 
-  model: Mapping[Path, NamedSharding]
-  optimizer: Mapping[Path, NamedSharding]
-  zero: int
+  model: Mapping[Path, NamedSharding]  # path -> sharding of the storage shape
+  optimizer: Mapping[Path, NamedSharding]  # the same for the optimizer's arrays
+  zero: int  # the plan's ZeRO stage
+  # path -> sharding of a scattered gradient, for parameters whose state is split further
   gradients: Mapping[Path, NamedSharding]
 
   def keep(self, model: Model, optimizer: Optimizer) -> None:
@@ -106,6 +103,7 @@ class ShardedOptimizer(nnx.Optimizer[M]):
 
   placement: Placement | None = None
 
+  @check_arguments(PlanError)
   @no_mesh()
   def update(self, model: M, grads: PyTree, /, **kwargs: Any) -> optax.Updates:
     """Updates the model and the state in place, as `nnx.Optimizer.update`, and keeps their layout.
@@ -121,10 +119,24 @@ class ShardedOptimizer(nnx.Optimizer[M]):
     Raises:
       TrainError: the transformation evaluates the loss, and the plan has ZeRO on Explicit axes.
     """
+    _check_structure(self.wrt, model, grads)
     updates = plain_update(self, model, grads, kwargs)
     if self.placement is not None:
       self.placement.keep(model, self)
     return updates
+
+
+def _check_structure(wrt: nnx.filterlib.Filter, model: Model, grads: PyTree) -> None:
+  try:
+    found, wanted = (jax.tree.structure(nnx.as_pure(nnx.state(x, wrt))) for x in (grads, model))
+  except (IndexError, TypeError, ValueError):
+    found, wanted = None, ""
+  if found != wanted:
+    raise TrainError(
+      f"the optimizer got {with_article(type(model).__name__)} and gradients that are not of its parameters.",
+      details=f"gradients: {with_article(type(grads).__name__)}",
+      fix="optimizer.update(model, nnx.grad(loss_fn)(model, batch)), in this order.",
+    )
 
 
 def placement_of(optimizer: Optimizer) -> Placement | None:

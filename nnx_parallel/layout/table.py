@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import Path, path_str
 from nnx_parallel.core.text import few
@@ -25,6 +26,7 @@ class PlanTable:
   zero: int = 0
   layers: tuple[str, ...] = ()
 
+  @check_arguments(PlanError)
   def __getitem__(self, name: str) -> LeafPlan:
     """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
     found = self._by_name.get(name)
@@ -44,6 +46,7 @@ class PlanTable:
     tied = {path_str(path): leaf for leaf in self.leaves for path in leaf.aliases}
     return tied | found
 
+  @check_arguments(PlanError)
   def of(self, root: Root) -> dict[Path, LeafPlan]:
     """The leaves of the model or of the optimizer, by path.
 
@@ -55,6 +58,7 @@ class PlanTable:
     """
     return {leaf.path: leaf for leaf in self.leaves if leaf.root == root}
 
+  @check_arguments(PlanError)
   def bytes_per_device(self, root: Root | None = None, *, host: bool = False) -> int:
     """Bytes that each device holds in its own memory.
 

@@ -85,24 +85,17 @@ class Abstract:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-  """A function that builds a module or an optimizer, traced on abstract values.
+  """A function that builds a module or an optimizer, traced on abstract values."""
 
-  Attributes:
-    made: the result.
-    program: the closed jaxpr that computes the arrays of the result.
-    input_paths: for each input of `program`, its path in the state of the argument.
-    output_paths: for each output of `program`, its path in the state of the result.
-    origins: of an optimizer, the paths of its arrays that optax made of a parameter -> the parameter's path.
-    matrices: of an optimizer, the paths of its arrays whose dim 0 counts matrices (`PerMatrixState.groups`).
-    stated: of a module on Explicit axes, the paths of arrays whose type has a sharding -> its spec.
-  """
-
-  made: Abstract
-  program: ClosedJaxpr
-  input_paths: tuple[Path, ...]
-  output_paths: tuple[Path, ...]
+  made: Abstract  # the result
+  program: ClosedJaxpr  # the closed jaxpr that computes the arrays of the result
+  input_paths: tuple[Path, ...]  # for each input of `program`, its path in the state of the argument
+  output_paths: tuple[Path, ...]  # for each output of `program`, its path in the state of the result
+  # of an optimizer, the paths of its arrays that optax made of a parameter -> the parameter's path
   origins: Mapping[Path, Path] = dataclasses.field(default_factory=dict[Path, Path])
+  # of an optimizer, the paths of its arrays whose dim 0 counts matrices (`PerMatrixState.groups`)
   matrices: frozenset[Path] = frozenset()
+  # of a module on Explicit axes, the paths of arrays whose type has a sharding -> its spec
   stated: Mapping[Path, PartitionSpec] = dataclasses.field(default_factory=dict[Path, PartitionSpec])
 
 

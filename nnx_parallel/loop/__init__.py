@@ -8,10 +8,4 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.loop.run import FitResult
   from nnx_parallel.loop.sums import MetricSums
 
-__all__ = [
-  "EarlyStop",
-  "FitResult",
-  "MetricSums",
-  "MetricsLog",
-  "read_metrics",
-]
+__all__ = ["EarlyStop", "FitResult", "MetricSums", "MetricsLog", "read_metrics"]

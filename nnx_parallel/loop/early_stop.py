@@ -6,10 +6,12 @@ import dataclasses
 import math
 from typing import Literal
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 
 
+@check_arguments(TrainError, "mode")
 @dataclasses.dataclass
 class EarlyStop:
   """Ends a run when a metric has not improved for a while.
@@ -33,10 +35,10 @@ class EarlyStop:
   def __post_init__(self) -> None:
     if self.mode not in ("min", "max") or self.patience < 1 or self.min_delta < 0:
       raise TrainError(
-        f"{self} cannot stop a run.",
-        fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.',
+        f"{self} cannot stop a run.", fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.'
       )
 
+  @check_arguments(TrainError)
   def update(self, record: AnyMetrics) -> bool:
     """Updates the best value.
 

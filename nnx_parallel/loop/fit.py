@@ -12,6 +12,7 @@ from flax import nnx
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.targets import Only
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import AnyMetrics, Model, Optimizers, PyTree
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.layout.plan import Plan
@@ -24,22 +25,9 @@ from nnx_parallel.train.step import TrainStep, unknown_option
 def resume_from(
   checkpointer: Checkpointer, target: PyTree, step: int | str | None = "latest", *, only: Only | None = None
 ) -> tuple[PyTree, Position]:
-  """Restores a run in order to continue it; `"latest"` passes over a damaged step, with a warning.
+  """Restores a run; `"latest"` passes over a damaged step, with a warning. Returns it and its position.
 
-  A step that was not saved by `fit`, such as imported weights, has no data cursor: the data then starts at
-  its beginning, with a warning.
-
-  Args:
-    checkpointer: where it was saved.
-    target: as for `Checkpointer.restore`: a plan, or the live `(model, optimizer)`.
-    step: a number, `"latest"` or `"best"`.
-    only: as for `Checkpointer.restore`.
-
-  Returns:
-    The restored target and its position.
-
-  Raises:
-    CheckpointError: nothing to restore, it does not fit, or the step that was asked for is damaged.
+  A step that `fit` did not save, such as imported weights, has no data cursor: the data starts anew.
   """
   on_corrupt = "fallback" if step in (None, "latest") else "error"  # not for a step that was asked for
   restored = checkpointer.restore(target, step, only=only, on_corrupt=on_corrupt)
@@ -57,6 +45,7 @@ def resume_from(
   return restored, Position(number, data["samples"], data.get("stop", {}))
 
 
+@check_arguments(TrainError, "model", "optimizer")
 def fit(
   step: Callable[[Model, Optimizers, PyTree], AnyMetrics],
   model: Model,

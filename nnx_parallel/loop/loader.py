@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import RecipeError
 
@@ -28,31 +29,14 @@ SIGNATURES = {
   "microbatches": "def microbatches() -> int",
 }
 # Positional arguments and keywords that commands pass to these functions; other functions take none.
-_CALLS: dict[str, Any] = {
-  "loss": (2, ()),
-  "batches": (1, ("split",)),
-  "tokens": (1, ()),
-}
+_CALLS: dict[str, Any] = {"loss": (2, ()), "batches": (1, ("split",)), "tokens": (1, ())}
 EMBEDDED = Path(__file__).parent.parent / "recipes"
 TRAINING = ("init", "optimizer", "loss", "batches")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """The functions of a recipe file; `None` for functions that it does not define.
-
-  Attributes:
-    name: the file's name, without its folder and ending: `"text_lm"`.
-    source: the file.
-    init: makes the model; no arguments.
-    optimizer: makes the optax transformation; no arguments.
-    loss: `loss(model, batch)` -> a scalar, or (scalar, metrics).
-    batches: `batches(start, split=...)` -> global batches after `start` samples.
-    rules: how names or paths map to mesh axes.
-    mesh: the default mesh: devices along each axis.
-    tokens: tokens in a batch, for tokens per second.
-    microbatches: the default number of microbatches of a global batch.
-  """
+  """The functions of a recipe file (`SIGNATURES` has their forms); None for those that it does not define."""
 
   name: str
   source: str
@@ -88,15 +72,11 @@ class Recipe:
 
 
 def embedded_recipes() -> list[str]:
-  """Names of the recipes that come with the package.
-
-  Example:
-    >>> embedded_recipes()
-    ['digits', 'starter', 'text_lm']
-  """
+  """Names of the recipes that come with the package."""
   return sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
 
 
+@check_arguments(RecipeError)
 def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
   """Loads a recipe and checks it.
 
@@ -119,6 +99,8 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
     >>> recipe.name, recipe.mesh()
     ('text_lm', {'data': 2, 'fsdp': 2, 'tensor': 2})
   """
+  if unknown := [name for name in needs if name not in SIGNATURES]:
+    raise RecipeError(f"no recipe has a function {unknown[0]}.", fix=f"needs= of {', '.join(SIGNATURES)}.")
   place, _, entry = spec.rpartition(":")
   if not (place.endswith(".py") and entry.isidentifier()):
     place, entry = spec, "init"

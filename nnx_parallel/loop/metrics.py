@@ -14,6 +14,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 
@@ -36,6 +37,9 @@ class MetricsLog:
     path: the file.
     earlier: the new path of an earlier run's file, if there was one.
 
+  Raises:
+    TrainError: the file cannot be written.
+
   Example:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -48,13 +52,19 @@ class MetricsLog:
     [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.0}]
   """
 
+  @check_arguments(TrainError)
   def __init__(self, path: str | Path, *, after: int = 0):
     self.path = Path(path)
     self.earlier: Path | None = None
     first = jax.process_index() == 0
-    if first:
-      self._start(after)
-    self._file = (self.path if first else Path(os.devnull)).open("a", encoding="utf-8")
+    try:
+      if first:
+        self._start(after)
+      self._file = (self.path if first else Path(os.devnull)).open("a", encoding="utf-8")
+    except OSError as error:
+      raise TrainError(
+        f"cannot write metrics to {path}: {error}.", fix='MetricsLog("run/metrics.jsonl")'
+      ) from error
 
   def _start(self, after: int) -> None:
     self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,14 +73,24 @@ class MetricsLog:
     elif self.path.is_file() and self.path.stat().st_size:
       self.earlier = self.path.rename(_unused(self.path))
 
+  @check_arguments(TrainError)
   def write(self, step: int, values: AnyMetrics) -> None:
     """Appends one line: the step, then the values.
 
     Args:
       step: the step's number.
       values: the values by name. A number that is not finite is written as null, and an array as a list.
+
+    Raises:
+      TrainError: a value is no number, text or list of them.
     """
-    self._file.write(_line({"step": step, **values}))
+    try:
+      line = _line({"step": step, **values})
+    except TypeError as error:
+      raise TrainError(
+        f"the values of step {step} are not numbers: {error}.", fix='write(step, {"loss": 2.5}).'
+      ) from error
+    self._file.write(line)
     self._file.flush()
 
   def close(self) -> None:
@@ -110,6 +130,7 @@ def _plain(value: Any) -> Any:
   return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@check_arguments(TrainError)
 def read_metrics(path: str | Path) -> list[Record]:
   """Reads the records of a metrics file, in order. A missing file has no records.
 

@@ -1,7 +1,9 @@
-"""Progress of a run: a bar on a terminal, plain lines in a log, one line when quiet."""
+"""Progress of a run (a bar on a terminal, plain lines in a log, one line when quiet), and its speed."""
 
 from __future__ import annotations
 
+import collections
+import math
 import time
 from collections.abc import Mapping
 from typing import Self
@@ -10,6 +12,8 @@ import jax
 from rich import progress as bars
 from rich.console import Console
 
+from nnx_parallel.loop.metrics import Record
+
 RATES = ("tokens_per_second", "samples_per_second")
 TIMES = ("seconds", *RATES)
 LONGEST_SILENCE_S = 30.0  # in a log
@@ -17,26 +21,7 @@ NARROW = 100  # columns; a narrower terminal shows no metric but the loss
 
 
 class StepProgress:
-  """Progress of a training loop.
-
-  On a terminal: one line that is redrawn. Otherwise: about ten lines for the run, and one every 30 seconds.
-
-  Args:
-    steps: the last step's number; None if unknown.
-    start: the step that the run resumes from.
-    unit: the unit of the rate per second: `tokens`, `samples`.
-    every_update: whether a log gets a line for each update.
-    quiet: whether to print only the last step.
-    console: by default standard output on the first process, and nothing on the others;
-      `rich.console.Console(quiet=True)` prints nothing.
-
-  Example:
-    >>> with StepProgress(2, unit="bytes") as progress:
-    ...   for step in (1, 2):
-    ...     progress.update(step, {"loss": 1.5, "seconds": 0.25, "tokens_per_second": 4096.0})
-    step 1/2  loss 1.5000  4,096 bytes/s  250 ms/step
-    step 2/2  loss 1.5000  4,096 bytes/s  250 ms/step
-  """
+  """A line that is redrawn on a terminal; in a log about ten lines for the run, and one every 30 seconds."""
 
   def __init__(
     self,
@@ -109,3 +94,37 @@ class StepProgress:
   def __exit__(self, *_: object) -> None:
     if self._bar is not None:
       self._bar.stop()
+
+
+class StepClock:
+  """Step time and throughput over the last `window` ticks; ticks with a compilation are left out."""
+
+  def __init__(self, window: int = 20, unit: str = "tokens"):
+    self._rate = f"{unit}_per_second"
+    self._last = math.nan
+    self._ticks: collections.deque[tuple[float, int, int]] = collections.deque(maxlen=window)
+
+  def start(self) -> None:
+    """Starts the time of the next step; time between a tick and the next start does not count."""
+    self._last = time.perf_counter()
+
+  def tick(self, tokens: int, *, steps: int = 1, compiled: bool = False) -> Record:
+    """Ends the time of steps that consumed so many tokens or samples: seconds per step, and the rate."""
+    now = time.perf_counter()
+    seconds, self._last = now - self._last, now
+    if compiled:
+      return {"seconds": seconds / steps}
+    self._ticks.append((seconds, tokens, steps))
+    rate = {self._rate: self.tokens_per_second} if tokens else {}
+    return {"seconds": seconds / steps, **rate}
+
+  @property
+  def step_seconds(self) -> float:
+    """Mean seconds per step over the window; nan while it is empty."""
+    return sum(s for s, _, _ in self._ticks) / sum(n for _, _, n in self._ticks) if self._ticks else math.nan
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Mean tokens per second over the window; nan while it is empty."""
+    seconds = sum(s for s, _, _ in self._ticks)
+    return sum(t for _, t, _ in self._ticks) / seconds if self._ticks else math.nan

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import variables
 from nnx_parallel.core.types import AnyMetrics, Model, PyTree
@@ -32,6 +33,7 @@ def rules_of(recipe: Recipe) -> Any:
   return recipe.rules() if recipe.rules is not None else nxp.fsdp()
 
 
+@check_arguments(RecipeError)
 def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.Plan:
   """Plans a recipe's model and optimizer.
 
@@ -73,6 +75,7 @@ class Resumed(NamedTuple):
   relaid: PlanDiff | None
 
 
+@check_arguments(RecipeError)
 def start(
   recipe: Recipe,
   plan: nxp.Plan,
@@ -111,6 +114,7 @@ def start(
   return _run_of(recipe, plan, model, optimizer, microbatches, Position(), settings, options)
 
 
+@check_arguments(RecipeError)
 def restore(
   recipe: Recipe,
   plan: nxp.Plan,
@@ -237,11 +241,7 @@ def _evaluation(
 def adapted(microbatches: int, before: int, after: int, batch: int | None) -> int:
   """The number of microbatches after the batch is split into `after` shards and no longer into `before`.
 
-  It is the smallest that divides `batch` evenly and gives no device more examples at a time than it had.
-
-  Example:
-    >>> adapted(1, before=8, after=2, batch=32), adapted(4, before=2, after=8, batch=32), adapted(1, 8, 6, 24)
-    (4, 1, 2)
+  The smallest that divides `batch` and gives no device more examples at a time than it had.
   """
   least = -(-microbatches * before // after)
   if batch is None:
@@ -250,12 +250,7 @@ def adapted(microbatches: int, before: int, after: int, batch: int | None) -> in
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """The settings in both that differ, as text.
-
-  Example:
-    >>> differences({"microbatches": 1, "steps": 5}, {"microbatches": 2, "steps": 5, "zero": 1})
-    ['microbatches 1 -> 2']
-  """
+  """The settings in both that differ, as text: "microbatches 1 -> 2"."""
   changed = [name for name in now if name in saved and saved[name] != now[name]]
   return [f"{name} {_text(saved[name])} -> {_text(now[name])}" for name in changed]
 

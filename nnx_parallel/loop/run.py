@@ -27,20 +27,19 @@ from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.processes import Exchange
-from nnx_parallel.core.text import not_counted
+from nnx_parallel.core.text import not_counted, with_article
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
+from nnx_parallel.create.relayout import on_auto_axes
 from nnx_parallel.errors import NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
-from nnx_parallel.layout.relayout import on_auto_axes
 from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.metrics import Record
-from nnx_parallel.loop.progress import StepProgress
+from nnx_parallel.loop.progress import StepClock, StepProgress
 from nnx_parallel.loop.sums import MetricSums, is_scalar
-from nnx_parallel.loop.timing import StepClock
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.train.losses import examples_in
@@ -73,13 +72,7 @@ class FitResult:
 
 @dataclasses.dataclass
 class Position:
-  """The step and the data cursor of a run.
-
-  Attributes:
-    step: the number of updates so far.
-    samples: the data cursor: the number of examples consumed so far, on any mesh, in batches of any size.
-    stop: `best` and `waited` of the run's `EarlyStop`.
-  """
+  """Updates and examples consumed so far, on any mesh, and the state of the run's `EarlyStop`."""
 
   step: int = 0
   samples: int = 0
@@ -88,11 +81,9 @@ class Position:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Run:
-  """A live model in training; `train` trains it further. Other attributes are arguments of `nxp.fit`.
+  """A live model in training, which `train` trains further; the fields are arguments of `nxp.fit`.
 
-  Attributes:
-    at: the position of the model, which training advances in place.
-    settings: JSON values that say how the run trains, to be saved with each step.
+  Training advances `at` in place; the JSON values `settings` are saved with each step.
   """
 
   step: Callable[[Model, Optimizers, PyTree], AnyMetrics]
@@ -151,21 +142,7 @@ class Run:
     progress: bool | StepProgress = False,
     **options: Any,
   ) -> FitResult:
-    """Trains up to a step.
-
-    Args:
-      steps: the number of the last step. If the run has already reached it, the call does nothing.
-      evaluate: as for `nxp.fit`, such as the `evaluate` of this run.
-      progress: as for `nxp.fit`.
-      **options: other arguments of `nxp.fit`: `trackers`, `checkpointer`, `eval_every` and so on.
-
-    Returns:
-      The result of `nxp.fit`.
-
-    Raises:
-      TrainError: the batches end too early, or a loss is not finite.
-      CheckpointError: a step that cannot be saved.
-    """
+    """Trains up to a step, which the run may have reached; `options` and errors are those of `nxp.fit`."""
     if self.settings:
       self.settings["steps"] = steps
     return dataclasses.replace(self, steps=steps, evaluate=evaluate, progress=progress, **options)()
@@ -177,7 +154,12 @@ class Run:
       checkpointer: where to save; raises like `Checkpointer.save`.
       metrics: the metrics of the step.
     """
-    own = dict(self.extra()) if self.extra is not None else {}
+    found = self.extra() if self.extra is not None else {}
+    if not isinstance(found, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise TrainError(
+        f"extra() returned {with_article(type(found).__name__)}.", fix='extra=lambda: {"ema": averages}'
+      )
+    own = dict(found)
     if "data" in own:
       raise TrainError(
         "extra() returns a 'data', which is the name of fit's data cursor.", fix="another name for yours."
@@ -468,6 +450,11 @@ def _check_intervals(run: Run) -> None:
       details="steps are counted from 1, and both ends are in",
       fix="a few steps after the first, which compiles: (10, 12).",
     )
+  if run.profile is not None and run.steps is not None and run.profile[0] > run.steps:
+    raise TrainError(
+      f"the profile starts at step {run.profile[0]}, and the run ends at step {run.steps}.",
+      fix=f"profile=({max(1, run.steps - 1)}, {run.steps})",
+    )
   if run.evaluate is None and run.eval_every is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
 
@@ -505,10 +492,7 @@ def _checked(metrics: object) -> AnyMetrics:
 
 
 def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:
-  """Raises where a parameter is not finite, or the optimizer's state holds a NaN.
-
-  The loss of a step is that before its update: it may be finite when the gradient is not.
-  """
+  """Raises where a parameter is not finite or the optimizer holds a NaN; a loss is that before its update."""
   with no_mesh():
     found = {
       f"{root}/{path}": _is_sound(on_auto_axes(array), finite=root == "model")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.types import AnyArray, AnyMetrics, LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
@@ -37,6 +38,7 @@ class MetricSums:
     self._total: AnyMetrics = {}
     self._weight: float | None = None  # of the first step, until there is a second
 
+  @check_arguments(TrainError)
   def add(self, metrics: AnyMetrics, *, weight: float = 1.0) -> None:
     """Adds the metrics of one step, on the devices, without waiting for them.
 
@@ -45,7 +47,7 @@ class MetricSums:
       weight: the weight of plain scalars, for example the number of examples in the batch.
 
     Raises:
-      TrainError: a metric is an array, or the names differ from the names of earlier calls.
+      TrainError: a metric is an array.
     """
     for name, value in metrics.items():
       if not is_scalar(value):
@@ -56,15 +58,14 @@ class MetricSums:
     if not self._total:
       self._total, self._weight = dict(metrics), weight
       return
-    if self._total.keys() != metrics.keys():
-      raise TrainError(
-        f"the metrics are {', '.join(metrics)}, and were {', '.join(self._total)}.",
-        fix="one MetricSums for each kind of step.",
-      )
     with no_mesh():
       if self._weight is not None:
         self._total, self._weight = _as_pairs(self._total, np.float32(self._weight)), None
-      self._total = _added(self._total, dict(metrics), np.float32(weight))
+      again = {name: value for name, value in metrics.items() if name in self._total}
+      new = {name: value for name, value in metrics.items() if name not in self._total}
+      before = {name: self._total[name] for name in again}
+      one = np.float32(weight)
+      self._total = {**self._total, **_added(before, again, one), **(_as_pairs(new, one) if new else {})}
 
   def read(self) -> Record:
     """Returns the means, `loss` first, and waits for the steps. A mean of nothing is 0."""
@@ -88,6 +89,7 @@ def in_evaluation_mode(loss_fn: LossFn) -> LossFn:
   return loss
 
 
+@check_arguments(TrainError, "model")
 def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches: Iterable[PyTree]) -> Record:
   """Computes the mean of each metric over many batches, exactly weighted.
 

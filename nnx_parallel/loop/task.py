@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import format_spec, text_table
 from nnx_parallel.core.types import LossFn, PyTree
@@ -21,7 +22,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.loop.sums import in_evaluation_mode
-from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step, unknown_option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Task:
     )
 
 
+@check_arguments(TrainError)
 def task(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh | None = None,
@@ -144,6 +146,9 @@ def task(
       f"a task needs {' and '.join(missing)}.",
       fix="nxp.task(init, nxp.make_mesh(...), rules, loss=loss_fn, optimizer=optax.adam(1e-3)).",
     )
+  check_arrays(TrainError, "batch", batch)
+  if unknown := [name for name in plan or {} if name not in inspect.signature(make_plan).parameters]:
+    raise unknown_option(make_plan, unknown[0])
   shared = {name: x for name, x in options.items() if name in inspect.signature(eval_step).parameters}
   if "pipeline" not in shared:
     shared.pop("microbatches", None)

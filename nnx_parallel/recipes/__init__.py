@@ -10,10 +10,4 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.loop.recipe import Resumed, plan_recipe, restore, start
 
-__all__ = [
-  "Resumed",
-  "load_recipe",
-  "plan_recipe",
-  "restore",
-  "start",
-]
+__all__ = ["Resumed", "load_recipe", "plan_recipe", "restore", "start"]

@@ -129,10 +129,7 @@ def _epoch(epoch: int, count: int, seed: int) -> np.ndarray:
 
 @functools.cache
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-  """Pixels, float32 (1797, 64) between 0 and 1, and labels, int32 (1797,), in a fixed random order.
-
-  The order is shuffled so that the held-out images come from all parts of the data set.
-  """
+  """Pixels, float32 (1797, 64) between 0 and 1, and labels, int32 (1797,), in one fixed random order."""
   try:
     from sklearn.datasets import load_digits
   except ModuleNotFoundError as error:

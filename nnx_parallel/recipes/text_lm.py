@@ -253,18 +253,9 @@ def _even_windows(length: int, config: Config) -> Iterator[np.ndarray]:
 
 @functools.cache
 def read_text(folder: str | None, minimum: int) -> tuple[np.ndarray, np.ndarray]:
-  """Reads a folder's text into memory, as (train, held out) arrays of bytes.
+  """Reads the UTF-8 files of a folder, or the standard library, into bytes: (train, held out).
 
-  A file is held out (one in ten, at least one) by a digest of its name, so adding files does not move other
-  files between the sides. For a single file, the last tenth is held out.
-
-  Args:
-    folder: every UTF-8 file below it is used, except hidden files; `None` is the `.py` files of Python's
-      standard library.
-    minimum: the minimum number of bytes of each side.
-
-  Raises:
-    RecipeError: no such folder, or too little text in it.
+  One file in ten is held out, by a digest of its name, so more files move none; of a single file, its end.
   """
   root = Path(folder) if folder else Path(sysconfig.get_paths()["stdlib"])
   files = find_text(root) if folder else find_text(root, suffix=".py", skip=NOT_THE_LIBRARY)

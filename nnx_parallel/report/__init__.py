@@ -13,12 +13,4 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.search import SearchResult
   from nnx_parallel.report.topology import topology_mesh
 
-__all__ = [
-  "Chip",
-  "CompileReport",
-  "MemoryPlan",
-  "SearchResult",
-  "chip",
-  "plan_page",
-  "topology_mesh",
-]
+__all__ = ["Chip", "CompileReport", "MemoryPlan", "SearchResult", "chip", "plan_page", "topology_mesh"]

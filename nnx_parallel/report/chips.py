@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.errors import ReportError
 
 ENDLESS = "passes of a loop of unknown length, after its first"
@@ -43,6 +44,7 @@ _NARROW = ("float4", "float8", "int8", "float16")
 _TPU_PASSES: Mapping[str, int] = {"float32": 1, "float32 high": 3, "float32 highest": 6}
 
 
+@check_arguments(ReportError)
 @dataclasses.dataclass(frozen=True)
 class Chip:
   """The figures of one JAX device of a certain kind.
@@ -80,6 +82,7 @@ class Chip:
     share = 100 * self.usable_bytes / self.hbm_bytes
     return f", the {share:.0f} % that JAX takes (XLA_CLIENT_MEM_FRACTION)"
 
+  @check_arguments(ReportError)
   def peak(self, arithmetic: str) -> float:
     """Peak FLOP per second for matrix products.
 
@@ -110,12 +113,7 @@ class Chip:
 
 
 def _gpu(
-  name: str,
-  memory_mib: int,
-  bandwidth: float,
-  flops: Mapping[str, float],
-  nvlink: float,
-  net: float,
+  name: str, memory_mib: int, bandwidth: float, flops: Mapping[str, float], nvlink: float, net: float
 ) -> Chip:
   memory = memory_mib * _MIB
   usable = int(memory * _GPU_SHARE)
@@ -156,6 +154,7 @@ CHIPS: Mapping[str, Chip] = {
 }  # fmt: skip
 
 
+@check_arguments(ReportError)
 def chip(name: str | Chip) -> Chip:
   """Returns the figures of a chip by its short name.
 
@@ -215,12 +214,7 @@ def _as_set(row: Chip) -> Chip:
 
 
 def compiled_arithmetic(types: Sequence[str], attributes: str) -> str:
-  """The arithmetic of an instruction, from the HLO types of its operands and the text after its operands.
-
-  Example:
-    >>> compiled_arithmetic(("f32", "f32"), "lhs_contracting_dims={1}, operand_precision={high,highest}")
-    'float32 highest'
-  """
+  """The arithmetic of an instruction, such as "float32 high", from its operands' types and its attributes."""
   found = re.search(r"\balgorithm=dot_(\w+)", attributes)
   algorithm = _algorithm(found[1].upper()) if found else None
   if algorithm:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, explicit_axes, no_mesh
-from nnx_parallel.core.nodes import Path, path_str, variables
+from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.core.text import Paged, text_of
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.create.instantiate import instantiate
@@ -46,13 +47,7 @@ from nnx_parallel.train.step import EvalStep, TrainStep
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """One array that the step takes.
-
-  Attributes:
-    name: as JAX names it, e.g. `state[3]`; with a plan, its path.
-    bytes: per device.
-    donated: whether the compiler reuses its memory for a result.
-  """
+  """An array that the step takes, by JAX's name or its path in the plan, with its bytes per device."""
 
   name: str
   bytes: int
@@ -60,19 +55,12 @@ class Argument:
 
 
 class Sent(NamedTuple):
-  """The totals of some collectives of a step.
+  """The totals of some collectives of a step."""
 
-  Attributes:
-    bytes: payload per step: the bytes that each group of devices holds in total, global bytes.
-    per_device: bytes that each device sends in a step.
-    times: the number of runs per step.
-    exposed: the part of `per_device` that no computation overlaps with, by the schedule of the compiler.
-  """
-
-  bytes: int
-  per_device: int
-  times: int
-  exposed: int
+  bytes: int  # payload per step: the bytes that each group of devices holds in total, global bytes
+  per_device: int  # bytes that each device sends in a step
+  times: int  # the number of runs per step
+  exposed: int  # the part of `per_device` that no computation overlaps with, by the schedule of the compiler
 
 
 class BatchSplit(NamedTuple):
@@ -152,6 +140,7 @@ class CompileReport(Paged):
     """The arguments whose memory the results do not reuse (they are not donated), largest first."""
     return tuple(argument for argument in self.arguments if not argument.donated)
 
+  @check_arguments(ReportError)
   def sent(self, kind: str | None = None, *, axis: str | None = None) -> Sent:
     """Returns the totals of the collectives of the step, for communication budgets in your tests.
 
@@ -187,6 +176,7 @@ class CompileReport(Paged):
       exposed=sum(c.sent_bytes for c in chosen if not c.overlapped),
     )
 
+  @check_arguments(ReportError)
   def bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
     """Returns the payload bytes per step, grouped by fields of `Collective`, largest first.
 
@@ -196,6 +186,9 @@ class CompileReport(Paged):
     Returns:
       A dict: the values of these fields as text -> bytes.
 
+    Raises:
+      ReportError: there is no such field.
+
     Example:
       >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
       >>> x = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(nxp.make_mesh(data=8), jax.P("data")))
@@ -203,6 +196,9 @@ class CompileReport(Paged):
       >>> report.bytes_by("kind", "axes")
       {('all-reduce', 'data'): 32}
     """
+    known = [field.name for field in dataclasses.fields(Collective)]
+    if unknown := [key for key in keys if key not in known]:
+      raise ReportError(f"collectives have no field {unknown[0]!r}.", fix=f"one of {', '.join(known)}.")
     sums = totals(self.collectives, lambda item: tuple(_text(getattr(item, name)) for name in keys))
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
@@ -218,6 +214,7 @@ class CompileReport(Paged):
     return text_of(self)
 
 
+@check_arguments(ReportError)
 def compile_report(
   step: Any,
   plan: Plan | None = None,
@@ -261,12 +258,14 @@ def compile_report(
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
     return report_of(step, chip)
-  if not hasattr(step, "lower"):
+  if not hasattr(step, "lower") or isinstance(step, str | bytes):
     raise ReportError(
       f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
       fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
     )
   if plan is None:
+    if not args and isinstance(step, TrainStep | Generator):
+      check_plan(plan, "compile_report(step, plan, batch=batch)")
     return report_of(step.lower(*args), chip)
   check_plan(plan, "compile_report(step, plan, batch=batch)")
   if batch is None:
@@ -275,6 +274,12 @@ def compile_report(
       details=f"{len(args) or 'no'} other arguments were given after the plan",
       fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
     )
+  if args and isinstance(step, TrainStep | Generator):
+    raise ReportError(
+      f"compile_report got {len(args)} more arguments than a {type(step).__name__} takes.",
+      fix="compile_report(step, plan, batch=batch)",
+    )
+  check_arrays(ReportError, "batch", batch)
   batch = batch_structs(batch)
   here = _placed(plan, topology)
   check_batch(here, batch)
@@ -283,7 +288,8 @@ def compile_report(
   # Nothing can run on an absent machine: this mesh is only for the trace.
   with no_mesh(), default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
-  names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
+  paths = enumerate(variables(objects))
+  names = {f"arrays[{n}]": f"{'optimizer/' * (path[0] == 1)}{path_str(path[1:])}" for n, path in paths}
   if isinstance(step, Generator):
     names = step.argument_names(*objects)
   given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
@@ -336,12 +342,6 @@ def _placed(plan: Plan, text: str | None) -> Plan:
   return dataclasses.replace(plan, mesh=mesh, leaves=leaves)
 
 
-def _plan_name(path: Path) -> str:
-  """Plan name of a Variable of the pair (model, optimizer)."""
-  inner = path_str(path[1:])
-  return inner if path[0] == 0 else f"optimizer/{inner}"
-
-
 def report_of(
   program: Any,
   chip: Chip | str | None = None,
@@ -353,14 +353,7 @@ def report_of(
 ) -> CompileReport:
   """Reports on a program that JAX has lowered (it is compiled here) or compiled, or on its `nnx.jit` wrapper.
 
-  Args:
-    program: the program.
-    chip: as in `compile_report`.
-    axes: mesh axis -> size; by default the axes of the arguments' mesh.
-    state: bytes per device of the arguments by category; the remaining arguments are called "inputs".
-    names: argument as JAX names it -> name to print.
-    batch: the arguments that are the batch, and the axes that split it; None if unknown.
-    slices: the slice or host at each position of the mesh; None for a single slice, or if unknown.
+  `state` has the bytes per device of arguments by category; `names` maps JAX's names to names to print.
   """
   program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
@@ -425,13 +418,10 @@ def _measured(figures: Chip | None, kind: str) -> Chip | None:
 
 
 def _need(memory: MemoryStats, done: Compiled, platform: str, kept: int) -> int:
-  """Bytes that one device needs; `kept` are the bytes of arguments that are not donated.
-
-  TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU is
-  incomplete, so there it is arguments, temporaries and the results that reuse no argument.
-  """
+  """Bytes that one device needs; `kept` are the bytes of arguments that are not donated."""
   if done.shortage is not None:
     return done.shortage.bytes + (0 if done.shortage.total else kept)
+  # The peak of CPU and GPU is incomplete.
   if platform == "tpu" and memory.peak:
     return memory.peak
   return memory.arguments + memory.temporaries + memory.outputs - memory.aliased

@@ -8,9 +8,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Table, format_array, format_bytes, format_spec, page_of
-from nnx_parallel.layout.plan import Plan
+from nnx_parallel.errors import ReportError
+from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.memory import MemoryPlan
@@ -67,6 +69,7 @@ def report_page(report: CompileReport) -> str:
   )
 
 
+@check_arguments(ReportError)
 def plan_page(plan: Plan, memory: MemoryPlan | None = None, *, title: str = "Plan") -> str:
   """Returns an HTML page of a plan: its notes and its leaves, largest first.
 
@@ -86,6 +89,7 @@ def plan_page(plan: Plan, memory: MemoryPlan | None = None, *, title: str = "Pla
     >>> page[:15], "Plan on fsdp=8 = 8 devices" in page
     ('<!doctype html>', True)
   """
+  check_plan(plan, "plan_page(plan)", creates=False)
   sizes = axis_sizes(plan.mesh)
   mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
   planned = ""

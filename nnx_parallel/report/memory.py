@@ -21,6 +21,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_by_dim
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
 from nnx_parallel.core.flow import Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, is_literal, wiring
@@ -126,6 +127,7 @@ class MemoryPlan(Shown):
     )
 
 
+@check_arguments(ReportError)
 def memory_plan(
   plan: Plan,
   loss: LossFn,
@@ -177,6 +179,7 @@ def memory_plan(
     16384
   """
   check_plan(plan, "memory_plan(plan, loss_fn, batch)")
+  check_arrays(ReportError, "batch", batch)
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
@@ -216,10 +219,8 @@ def planned(
 
 
 def _gradients(plan: Plan, gradients: Gradients | None, *, summed: bool) -> int:
-  """Bytes per device of the gradients, which are as large as the parameters; sums are float32 or wider.
-
-  The optimizer's state of a parameter's own shape says over which axes a ZeRO stage splits the gradient.
-  """
+  """Bytes per device of the gradients, as large as the parameters; sums are float32 or wider."""
+  # Optimizer state of a parameter's own shape has the axes over which a ZeRO stage splits the gradient.
   paths, count = _order(plan)
   rows = plan.of("model")
   held = ((leaf.parameter, leaf) for leaf in plan.leaves if leaf.root == "optimizer")
@@ -236,12 +237,9 @@ def _gradients(plan: Plan, gradients: Gradients | None, *, summed: bool) -> int:
 
 
 class Saved(NamedTuple):
-  """What the backward pass of a loss needs; it does not depend on the sizes of mesh axes but of stages.
+  """The program from the trained leaves, the others and the batch to all arrays that a loss saves.
 
-  Attributes:
-    program: from the trained leaves, the other leaves and the batch to all arrays that the loss saves.
-    schedule: the schedule of the pipeline, whose trace it is; or None.
-    share: for a pipeline, the part of these arrays that exists at a time.
+  For a pipeline, `share` is the part of these arrays that exists at a time.
   """
 
   program: ClosedJaxpr
@@ -336,10 +334,7 @@ def flat_loss(
 
 
 def _activations(plan: Plan, saved: Saved, batch: Sequence[jax.ShapeDtypeStruct], microbatches: int) -> int:
-  """Bytes per device of the activations that a loss saves for its backward pass: a lower bound.
-
-  Arrays of parameters only, such as casts, and of neither, such as masks, are not counted.
-  """
+  """Bytes per device of the saved activations that depend on the batch: a lower bound."""
   sizes, paths = axis_sizes(plan.mesh), _order(plan)[0]
   leaves = [plan.of("model")[path] for path in paths]
   flows = [Flow(axes_by_dim(leaf.spec, len(leaf.shape)), data=False) for leaf in leaves]
@@ -376,15 +371,9 @@ def _layouts(batch_axes: frozenset[str]) -> Facts[Flow]:
 
 
 def stored(jaxpr: Program, saved: Collection[Var]) -> list[Var]:
-  """The variables of a jaxpr that a program keeps to recover the saved variables, except inputs.
-
-  Compilers fuse an elementwise operation into the operation that reads it, and repeat it in the backward pass
-  rather than keep its result. They keep results of products, loops, gathers and reductions, and the operands
-  of products, which are in memory anyway. So where a trace saves `exp(logits)` in float32 and a mask of the
-  targets, the program keeps the logits: an elementwise result is replaced by its sources if these, without
-  the sources that are kept anyway, are no larger. Inputs of the trace cost nothing.
-  Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figures.md`.
-  """
+  """The variables that a program keeps to recover the saved variables, except inputs."""
+  # Compilers fuse an elementwise operation into its reader and repeat it in the backward pass, where its
+  # sources, beside those kept anyway (operands of products), are no larger; see report_figures.md.
   body = opened(jaxpr)
   sources = facts_of(jaxpr, [()] * len(body.invars), _SOURCES)
   read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}

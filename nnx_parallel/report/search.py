@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import (
   Shown,
@@ -56,20 +57,14 @@ INNER = 8
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """One way to run the step.
+  """One way to run the step."""
 
-  Attributes:
-    plan: the layout.
-    memory: the least that one device needs, with the remat policy, the number of microbatches, and the
-      schedule of the pipeline.
-    pipeline: the pipeline over the layers, or None.
-    report: the compiler's figures, where this candidate was compiled.
-  """
-
-  plan: Plan
+  plan: Plan  # the layout
+  # the least that one device needs, with the remat policy, the number of microbatches, and the schedule of
+  # the pipeline
   memory: MemoryPlan
-  pipeline: Pipeline | None = None
-  report: CompileReport | None = None
+  pipeline: Pipeline | None = None  # the pipeline over the layers, or None
+  report: CompileReport | None = None  # the compiler's figures, where this candidate was compiled
 
   @property
   def sizes(self) -> Sizes:
@@ -183,6 +178,7 @@ class SearchResult(Shown):
     return json.dumps(body, indent=2)
 
 
+@check_arguments(ReportError)
 @no_mesh()
 def search(
   init: Callable[[], nnx.Module],
@@ -252,6 +248,7 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch has at least one part.",
       fix="max_microbatches=1 for one microbatch only.",
     )
+  check_arrays(ReportError, "batch", batch)
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   named = searched_axes(rules)
@@ -316,10 +313,7 @@ def meshes(
   idle: Sequence[str] = (),
   stage: str | None = None,
 ) -> list[Sizes]:
-  """The meshes to try; if no usual mesh fits, all meshes of the machine's devices.
-
-  Axes that are `idle` get size 1; `stage`, the axis of pipeline stages, is also tried without a pipeline.
-  """
+  """The meshes to try, or all if none is usual. `idle` axes get size 1; without and with pipeline stages."""
 
   def is_usual(sizes: Sizes) -> bool:
     inner = math.prod(size for axis, size in sizes.items() if axis not in (*batch_axes, stage))
@@ -460,11 +454,7 @@ def is_offloaded(plan: Plan) -> bool:
 
 
 def work_of(report: CompileReport, chip: Chip) -> float:
-  """The work of a step, to compare programs for a chip: the compiler's counts at the chip's published rates.
-
-  Arithmetic, memory traffic, and what is sent beside computation go on at the same time; what is sent while
-  nothing is computed comes on top.
-  """
+  """Seconds at the chip's published rates, only to compare programs for it; unhidden sends come on top."""
   sent = {True: 0.0, False: 0.0}
   for c in report.collectives:
     rate = chip.link_bandwidth * chip.links if c.slices == 1 else chip.network_bandwidth

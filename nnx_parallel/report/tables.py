@@ -29,9 +29,11 @@ def report_text(report: CompileReport) -> str:
   """The full report as plain text."""
   donated = sum(item.bytes for item in report.arguments if item.donated)
   kept = arguments_table(report, kept=True)
+  parts, need = {**report.categories, "total": report.need_bytes}, max(1, report.need_bytes)
+  shares = [(name, format_bytes(size), f"{100 * size / need:.0f} %") for name, size in parts.items()]
   sections = [
     "\n".join(head(report)) + "\n",
-    memory_text(report),
+    render("Memory per device", ("what", "bytes>", "share>"), shares),
     *map(_text, (peak_table(report), *sent_tables(report))),
     "" if report.collectives else "Nothing is sent between devices.\n",
     replicated_text(report),
@@ -125,14 +127,6 @@ def between_slices(report: CompileReport) -> str:
   each = ", ".join(f"{name} {format_bytes(size)}" for name, size in sums.most_common())
   total = f"{format_bytes(sums.total())} of that ({each})" if sums else "nothing"
   return f"Collectives between the {report.slices} {places} send {total}."
-
-
-def memory_text(report: CompileReport) -> str:
-  """Bytes per device by category."""
-  parts = {**report.categories, "total": report.need_bytes}
-  need = max(1, report.need_bytes)
-  rows = [(name, format_bytes(size), f"{100 * size / need:.0f} %") for name, size in parts.items()]
-  return render("Memory per device", ("what", "bytes>", "share>"), rows)
 
 
 def arguments_table(report: CompileReport, most: int = _BUFFERS, *, kept: bool = False) -> Table:

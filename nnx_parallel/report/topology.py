@@ -32,6 +32,7 @@ import numpy.typing as npt
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import make_mesh
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import Chip, chip
@@ -52,15 +53,7 @@ _NO_TPU_HERE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """The contents of a topology's name, read without a compiler.
-
-  Attributes:
-    text: the name.
-    chip: published figures of one device.
-    size: chips along each dim of a slice; hosts x GPUs; or the number of CPU devices.
-    slices: groups of devices with fast links inside: TPU slices or NVLink hosts.
-    devices: the total number of JAX devices.
-  """
+  """What a topology's name says, without a compiler. A slice is a TPU slice, or an NVLink host."""
 
   text: str
   chip: Chip
@@ -125,6 +118,7 @@ def _has(module: str) -> bool:
   return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
+@check_arguments(ReportError)
 def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes: int) -> Mesh:
   """Makes a mesh over the devices of a named machine, in an order that fits its links.
 
@@ -166,10 +160,7 @@ def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes
 
 
 def slice_numbers(mesh: Mesh, text: str | None = None) -> npt.NDArray[np.int64]:
-  """The TPU slice, or the host of other devices, at each position of a mesh.
-
-  For simulated devices, only the name of the topology, `text`, knows the slices.
-  """
+  """The slice or host at each position of a mesh; of simulated devices, the topology's name tells."""
   if text is not None and text.startswith("cpu:"):
     return np.arange(mesh.size) // read_machine(text).slice_size
   numbers = [
@@ -225,19 +216,13 @@ def _tpu(named: Machine) -> list[Any]:
 def _gpu(named: Machine) -> list[Any]:
   with _variables({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):  # the plugin loads on a machine without a driver
     found = topologies.get_topology_desc(
-      platform="cuda",
-      target_config=target_text(named.chip),
-      topology=f"{named.size[0]}x1x{named.size[1]}",
+      platform="cuda", target_config=target_text(named.chip), topology=f"{named.size[0]}x1x{named.size[1]}"
     )
   return list(found.devices)
 
 
 class _Target(NamedTuple):
-  """Facts about a GPU that the NVIDIA compiler needs, in addition to the figures of `Chip`.
-
-  Sources: the CUDA programming guide (threads, registers, shared memory), and NVIDIA's architecture white
-  papers (multiprocessors, clock, L2).
-  """
+  """Facts about a GPU that the NVIDIA compiler needs beside `Chip`: CUDA programming guide, white papers."""
 
   label: str
   major: int

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import are_texts, is_count
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.logical import Candidate, candidate_of
@@ -30,6 +31,7 @@ class Fallback:
     return f"fsdp({axis!r}, min_size={self.min_size}, extend={self.extend})"
 
 
+@check_arguments(ShardingError)
 def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend: bool = True) -> Fallback:
   """A fallback that shards the largest free dim that `axis` divides (ZeRO-3).
 

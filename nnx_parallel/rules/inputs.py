@@ -94,6 +94,8 @@ def _rank(key: str) -> int:
 
 
 def _names(rank: int, names: Any) -> Names:
+  if names is None:  # replicated, as in path rules
+    return (None,) * rank
   entries: tuple[Any, ...] = tuple(names) if isinstance(names, (tuple, list)) else ()
   entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
   if len(entries) != rank or not all(entry is None or isinstance(entry, (str, tuple)) for entry in entries):

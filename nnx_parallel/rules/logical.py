@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import is_one_of
 from nnx_parallel.errors import ShardingError
 
@@ -158,6 +159,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       parts.append(f"uneven={self.uneven}")
     return f"LogicalRules({', '.join(parts)})"
 
+  @check_arguments(ShardingError)
   def replace(
     self,
     names: Mapping[str, Any] | None = None,

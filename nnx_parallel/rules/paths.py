@@ -95,7 +95,12 @@ class PathRules:
 
     Returns:
       The rule, with its `.pattern` and `.names`.
+
+    Raises:
+      ShardingError: it is no path.
     """
+    if not isinstance(path, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise ShardingError(f"{path!r:.60} is no path.", fix='rules.match(("blocks", 0, "kernel"))')
     return next((rule for rule in self.rules if rule.matches(path)), None)
 
   def pairs(self) -> list[tuple[str | tuple[str, ...], Names | None]]:
@@ -217,16 +222,7 @@ def _entries_that_work(entries: tuple[Any, ...], names: Any) -> str:
 
 
 def shifted(names: Iterable[tuple[str, Sequence[Any]]], ndims: Mapping[str, int]) -> str:
-  """Path rules, as Python code, that give names to the last dims: of arrays that are stacked along new dims.
-
-  Args:
-    names: pairs of a dotted path and its names.
-    ndims: the number of dims of the array at each path.
-
-  Example:
-    >>> shifted([("h.0.up.kernel", ("embed", "mlp"))], {"h.0.up.kernel": 3})
-    "nxp.PathRules([('h.*.up.kernel', (None, 'embed', 'mlp'))], strict=False)"
-  """
+  """Path rules, as Python code, that give names to the last dims of arrays with `ndims` dims, by path."""
   by_path: dict[str, str] = {}
   for path, some in names:
     front = [None] * (ndims[path] - len(some) + (ANY_DIMS in some))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, replicate
 from nnx_parallel.rules.fallback import fsdp as fsdp_fallback
 from nnx_parallel.rules.inputs import InputRules
@@ -36,6 +38,7 @@ __all__ = [
 first = LogicalRules.first
 
 
+@check_arguments(ShardingError)
 def data_parallel(data: str = "data") -> RuleSet:
   """Replicates the model and shards the batch. Names on parameters are ignored.
 
@@ -53,6 +56,7 @@ def data_parallel(data: str = "data") -> RuleSet:
   return _layout(LogicalRules(batch=data, unknown="replicate"), replicate())
 
 
+@check_arguments(ShardingError)
 def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_SIZE) -> RuleSet:
   """FSDP (ZeRO-3): one mesh axis shards the batch, the parameters and the optimizer state.
 
@@ -78,6 +82,7 @@ def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_
   return _layout(LogicalRules(batch=batch, unknown="replicate"), fsdp_fallback(axis, min_size=min_size))
 
 
+@check_arguments(ShardingError)
 def fsdp_tensor(
   data: str = "data", fsdp: str = "fsdp", tensor: str = "tensor", *, min_size: int = MIN_SIZE
 ) -> RuleSet:
@@ -108,6 +113,7 @@ def fsdp_tensor(
   )
 
 
+@check_arguments(ShardingError)
 def context(
   data: str = "data",
   context: str | tuple[str, ...] = "context",
@@ -144,6 +150,7 @@ def context(
   return _layout(_by_name(tensor, batch=data, seq=context), fallback, inputs)
 
 
+@check_arguments(ShardingError)
 def pipeline(
   data: str = "data", stage: str = "stage", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
@@ -175,6 +182,7 @@ def pipeline(
   )
 
 
+@check_arguments(ShardingError)
 def expert(
   data: str = "data", expert: str = "expert", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import Fallback, replicate
@@ -73,6 +74,7 @@ class RuleSet:
       _optional(rules),
     )
 
+  @check_arguments(ShardingError)
   def replace(
     self, names: Mapping[str, Any] | None = None, /, *, fallback: Fallback | None = None, **rules: Any
   ) -> RuleSet:

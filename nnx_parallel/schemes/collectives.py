@@ -1,4 +1,4 @@
-"""For code written with `shard_map`: modules in it, parameter gathers, products that overlap with a ring.
+"""For code written with `shard_map`: modules in it, parameter gathers, and kernels.
 
 `jax.shard_map` takes arrays and a spec for each. `map_shards` takes modules, optimizers and batches, and
 reads their specs from the plan. `map_kernel` takes a kernel and derives its specs from logical names.
@@ -7,6 +7,7 @@ reads their specs from the plan. `map_kernel` takes a kernel and derives its spe
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,19 +17,20 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_by_dim
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import check_active, own_mesh
 from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.attention.tiles import sent
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.layout.plan import Plan, check_plan
 
 _EQUAL = PartitionSpec()
 
 
+@check_arguments(SchemeError)
 def map_shards(
   f: Callable[..., PyTree],
   plan: Plan,
@@ -74,6 +76,10 @@ def map_shards(
     (True, 8)
   """
   check_plan(plan, "map_shards(f, plan)")
+  if inspect.isclass(f):
+    raise SchemeError(f"map_shards got the class {f.__name__}.", fix="map_shards(lambda model, x: ..., plan)")
+  _check_specs("out_specs", out_specs)
+  _check_specs("in_specs", in_specs)
 
   @functools.wraps(f)
   def mapped(*args: PyTree) -> PyTree:
@@ -92,6 +98,15 @@ def map_shards(
   return mapped
 
 
+def _check_specs(name: str, specs: PyTree) -> None:
+  leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec | nnx.StateSharding))
+  wrong = any(not isinstance(x, PartitionSpec | nnx.StateSharding) for x in leaves)
+  if wrong or (not leaves and name == "out_specs"):
+    raise SchemeError(
+      f"{name}={specs!r:.60} are no specs.", fix=f'{name}=jax.P("data"), a PartitionSpec, or a tree of them.'
+    )
+
+
 def _specs(plan: Plan, x: PyTree) -> PyTree:
   """The specs of an argument."""
   if not isinstance(x, nnx.Module | nnx.Optimizer):
@@ -108,6 +123,7 @@ def _specs(plan: Plan, x: PyTree) -> PyTree:
   return nnx.StateSharding(state)
 
 
+@check_arguments(SchemeError)
 def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str]) -> Any:
   """Returns a view of a module with gathered parameters, whose gradients are means; for `map_shards`.
 
@@ -144,9 +160,10 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
 
   Source: the UvA deep-learning notebooks on training at scale, `gather_params`.
   """
+  check_plan(plan, "gather_parameters(module, plan, axis)")
   axes = (axis,) if isinstance(axis, str) else tuple(axis)
   for name in axes:
-    _size(name)
+    _check_manual(name)
   graphdef, parameters, rest = nnx.split(module, nnx.Param, ...)
   planned, whole = plan.of("model"), []
   for path, parameter in nnx.to_flat_state(parameters):
@@ -192,98 +209,9 @@ def _averaged(x: jax.Array, axis: str) -> jax.Array:
 _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: (jax.lax.pmean(g, axis),))
 
 
-def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
-  """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next shard travels.
-
-  Call it in the body of a `shard_map` in which the rows of `x` and the columns of `w` are sharded over an
-  axis, as in the first product of a tensor-parallel layer with sequence parallelism.
-
-  Args:
-    x: the device's own rows, of per-device shape (..., rows / n, features), with n devices along the axis.
-    w: the device's own columns, of per-device shape (features, columns / n); or all columns, replicated.
-    axis: the mesh axis.
-
-  Returns:
-    All rows of the device's own columns, of per-device shape (..., rows, columns / n).
-
-  Raises:
-    SchemeError: the call is not inside a `shard_map` over this axis.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-    >>> from jax import P
-    >>> x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 16))
-    >>> f = lambda x, w: nxp.parallel.all_gather_matmul(x, w, "tensor")
-    >>> mesh, specs = nxp.make_mesh(tensor=8), (P("tensor"), P(None, "tensor"))
-    >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(None, "tensor"))(x, w)
-    >>> bool(jnp.allclose(y, x @ w))
-    True
-
-  Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
-  """
-  size, rows = _size(axis), x.shape[-2]
-  parts = []
-  for _ in range(size):
-    parts.append(x @ w)
-    x = sent(x, axis, size) if len(parts) < size else x
-  # This device's rows come first, then the rows of the device before it, and so on.
-  backwards = jnp.concatenate(parts[::-1], axis=-2)
-  return jnp.roll(backwards, (jax.lax.axis_index(axis) + 1) * rows, axis=-2)
-
-
-def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
-  """Computes `psum_scatter(x @ w)` around a ring: a sum travels while the next product is computed.
-
-  Call it in the body of a `shard_map` in which the features over which the product sums are sharded over an
-  axis, as in the second product of a tensor-parallel layer.
-
-  Args:
-    x: all rows of the device's own features, of per-device shape (..., rows, features / n), with n devices
-      along the axis.
-    w: the rows of `w` for the device's own features, of per-device shape (features / n, columns).
-    axis: the mesh axis.
-
-  Returns:
-    The device's own rows of the sum over the axis, of per-device shape (..., rows / n, columns).
-
-  Raises:
-    SchemeError: the call is not inside a `shard_map` over this axis, or the axis size does not divide the
-      rows.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-    >>> from jax import P
-    >>> x, w = jnp.arange(64.0).reshape(8, 8), jnp.ones((8, 2))
-    >>> f = lambda x, w: nxp.parallel.matmul_reduce_scatter(x, w, "tensor")
-    >>> mesh, specs = nxp.make_mesh(tensor=8), (P(None, "tensor"), P("tensor"))
-    >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("tensor"))(x, w)
-    >>> bool(jnp.allclose(y, x @ w))
-    True
-
-  Source: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
-  """
-  size, index = _size(axis), jax.lax.axis_index(axis)
-  if x.shape[-2] % size:
-    raise SchemeError(
-      f"{x.shape[-2]} rows cannot be scattered over {size} devices along {axis!r}.",
-      details=f"x {x.shape}, w {w.shape}",
-      fix=f"pad them to {x.shape[-2] + -x.shape[-2] % size}.",
-    )
-  rows = x.shape[-2] // size
-
-  def part(step: int) -> jax.Array:
-    start = (index - 1 - step) % size * rows
-    return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=x.ndim - 2) @ w
-
-  total = part(0)
-  for step in range(1, size):
-    total = sent(total, axis, size) + part(step)
-  return total
-
-
-def _size(axis: str) -> int:
+def _check_manual(axis: str) -> None:
   try:
-    return jax.lax.axis_size(axis)
+    jax.lax.axis_size(axis)
   except NameError as error:
     raise SchemeError(
       f"the code that runs here is not split along {axis!r} by hand.",
@@ -291,6 +219,7 @@ def _size(axis: str) -> int:
     ) from error
 
 
+@check_arguments(SchemeError)
 def map_kernel(
   kernel: Callable[..., PyTree],
   in_names: Sequence[tuple[Entry, ...]],

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_by_dim
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
 from nnx_parallel.core.tiles import DimName, Grid
 from nnx_parallel.core.types import AnyArray
@@ -41,6 +42,7 @@ from nnx_parallel.schemes.tokens import check_not_mapped
 How = Literal["ring", "ulysses"]
 
 
+@check_arguments(SchemeError, window=range(1, 2**31))
 def context_attention(
   axis: str = "context",
   *,
@@ -178,15 +180,7 @@ class ContextAttention:
     around = surroundings(query)
     mesh = around.mesh
     sizes = {} if mesh is None else axis_sizes(mesh)
-    for option, name in self.axes.items():
-      if sizes and name not in sizes:
-        other = next((axis for axis in sizes if axis not in self.axes.values()), None)
-        raise SchemeError(
-          f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
-          details=f"mesh {sizes}",
-          fix=f"nxp.make_mesh(..., {name}=2)"
-          + ("." if other is None else f", or context_attention({option}={other!r})."),
-        )
+    self._check_axes(sizes)
     check_not_mapped("the positions", [*self.axes.values()], around.manual | around.mapped)
     sequence = _Sequence(
       dataclasses.replace(self, causal=self.causal or is_causal),
@@ -211,6 +205,17 @@ class ContextAttention:
     """The mesh axes that shard the positions outside the attention, major to minor, by their options."""
     return {"axis": self.axis} | ({} if self.heads_axis is None else {"heads_axis": self.heads_axis})
 
+  def _check_axes(self, sizes: Mapping[str, int]) -> None:
+    for option, name in self.axes.items():
+      if sizes and name not in sizes:
+        other = next((axis for axis in sizes if axis not in self.axes.values()), None)
+        raise SchemeError(
+          f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
+          details=f"mesh {sizes}",
+          fix=f"nxp.make_mesh(..., {name}=2)"
+          + ("." if other is None else f", or context_attention({option}={other!r})."),
+        )
+
   def tiles(
     self,
     length: int,
@@ -221,11 +226,7 @@ class ContextAttention:
   ) -> np.ndarray:
     """The tiles of scores that each device computes at each shard that it visits, `[devices, visits]`.
 
-    Args:
-      length: the global length of the sequence, in positions.
-      shards: the size of the axis.
-      segment_ids: as for a call, `[batch, length]`; None for one document.
-      positions: as for a call, `[batch, length]`; None for the order that the options say.
+    `length` and `shards` are the sizes of the sequence and of the axis; the arrays are as for a call.
     """
     sequence, at = _Sequence(self, shards, 1, length), np.arange(length)[None]
     grid = Grid.even(dict.fromkeys("qk", length), self.block, dict.fromkeys("qk", sequence.parts))

@@ -1,11 +1,17 @@
 """Experts that are sharded over a mesh axis: each token is sent to the experts that its router chose.
 
 Without a capacity, an expert computes its rows in as many blocks as it needs. On TPUs, the experts of a
-device compute all rows at once, with grouped products (see `grouped`). Elsewhere, these would multiply each
-row by the weights of all experts.
+device compute all rows at once, with grouped products. Elsewhere, XLA would multiply each row by the weights
+of all experts (`jax.lax.ragged_dot` without a kernel), so there each call of `expert_fn` has one expert.
 
 The axes that shard the tokens are Manual in this module: its code sorts, exchanges and sums the tokens of one
 device. The compiler handles the other axes, such as an axis that shards the width of each expert.
+
+An example: 4 experts on 2 devices, top 2, no capacity. Token 0 of device 0 chose experts 2 and 3, token 1
+chose 0 and 2. `_Rounds` sends both tokens to device 1 (once, though token 0 has two experts there) and token
+1 to device 0. Device 1 sorts the choices of the rows that arrived, [0, 1 | 0] for its experts 2 and 3, and
+computes them part by part; row 0 returns as w2 * expert2(x0) + w3 * expert3(x0). Rows are sums of choices, so
+an exchange in each direction is enough.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from types import NoneType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +30,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
-from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too, surroundings
-from nnx_parallel.schemes.grouped import ExpertFn, can_be_grouped, grouped
+from nnx_parallel.schemes.expert_functions import ExpertFn, check_expert_fn, check_rows
 from nnx_parallel.schemes.routing import Routing
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
 
@@ -36,6 +44,7 @@ TILE = 128
 """The number of rows of a grouped product is a multiple of this, as the kernel of TPUs needs it."""
 
 
+@check_arguments(SchemeError)
 def experts(
   expert_fn: ExpertFn,
   parameters: PyTree,
@@ -67,10 +76,13 @@ def experts(
   the tokens again, and recomputes the experts.
 
   Args:
-    expert_fn: a function `(parameters, rows) -> rows` that computes one expert, from the parameters of this
-      expert and rows of shape (rows, features). It must compute each row independently, and must accept rows
-      of zeros, which fill empty slots. All arrays that it uses are in `parameters`. On Explicit axes, a sum
-      over a dim that another axis shards needs its `out_sharding`, as elsewhere.
+    expert_fn: a function `(parameters, rows, group_sizes) -> rows` that computes one or more experts, such as
+      `nxp.parallel.mlp_experts`: from their parameters, of shape (experts, ...), rows of shape (rows,
+      features), sorted by expert, and the number of rows of each expert. Its products are
+      `nxp.parallel.ragged_dot(rows, weights, group_sizes)`, or `jax.lax.ragged_dot` where no `jax.vmap` maps
+      the layer. It must compute each row independently, and must accept rows of zeros, which fill empty
+      slots. All arrays that it uses are in `parameters`. On Explicit axes, a sum over a dim that another axis
+      shards needs its `out_sharding`, as elsewhere; `nxp.parallel.ragged_dot` has it.
     parameters: a pytree of arrays or Variables of global shape (experts, ...). `axis` shards dim 0. If batch
       axes, such as fsdp, shard the parameters, they are gathered; shardings over other axes, such as the axis
       of tensor parallelism, stay.
@@ -84,35 +96,33 @@ def experts(
       which all sets of experts are equally probable.
     block: without `capacity`, the number of rows that an expert computes at a time. None: 512, and on TPUs
       2048. On TPUs, all experts of a device compute their rows together, `block` rows for each expert on
-      average, with grouped products (`jax.lax.ragged_dot`). They compute their rows in blocks if `expert_fn`
-      draws random numbers or does more with a weight than multiply rows by it, or if Explicit axes shard the
-      weights.
+      average, unless Explicit axes shard the weights. Elsewhere, each call has one expert.
 
   Returns:
     The sums, of global shape (tokens..., features of the result), in the dtype of the results; and the number
     of dropped choices, an int32 scalar, which is 0 without `capacity`.
 
   Raises:
-    SchemeError: shapes do not fit, the number of experts is not a multiple of the size of `axis`, an option
-      is not above 0, or `axis` is already Manual.
+    SchemeError: shapes do not fit, `expert_fn` does not take three arguments, the number of experts is not a
+      multiple of the size of `axis`, an option is not above 0, or `axis` is already Manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> draw = jax.random.normal
     >>> x, up, down = (draw(jax.random.key(i), s) for i, s in enumerate([(16, 8), (4, 8, 32), (4, 32, 8)]))
-    >>> def expert(p, rows):
-    ...   return jax.nn.silu(rows @ p["up"]) @ p["down"]
     >>> with jax.set_mesh(nxp.make_mesh(data=2, expert=4)):
     ...   routing = nxp.parallel.route(x[:, :4], 2)
-    ...   y, dropped = nxp.parallel.experts(expert, {"up": up, "down": down}, x, routing)
+    ...   y, dropped = nxp.parallel.experts(nxp.parallel.mlp_experts, {"up": up, "down": down}, x, routing)
     >>> y.shape, int(dropped)
     ((16, 8), 0)
 
   Source: GShard, arXiv:2006.16668; without capacity, and for grouped products, MegaBlocks, arXiv:2211.15841.
   """
+  check_arrays(SchemeError, "parameters", nnx.as_pure(parameters))
   leaves, structure = jax.tree.flatten(parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
   weights: PyTree = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
   count, top_k = routing.load.shape[0], routing.weights.shape[-1]
+  check_expert_fn(expert_fn)
   _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer, "block": block})
   around = surroundings(x, *leaves)
   sizes = {} if around.mesh is None else axis_sizes(around.mesh)
@@ -142,7 +152,7 @@ def experts(
     ways,
     count,
     tuple(dims),
-    None if capacity is None else math.ceil(capacity * choices / count),
+    None if capacity is None else min(math.ceil(capacity * choices / count), choices),
     math.ceil(min(buffer * tokens * share, tokens)),
     block,
     1 / (ways * share),
@@ -174,33 +184,19 @@ def _flat(x: jax.Array, mesh: AnyMesh | None, ways: int, fill: int) -> jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-  """The static options of a call of `experts`.
-
-  Attributes:
-    function: the function of one expert.
-    axis: the mesh axis of the experts; None: one device.
-    ways: the size of the axis.
-    experts: the number of experts on all devices.
-    tokens: the mesh axes that shard each dim of the tokens.
-    capacity: slots for each pair of a device and an expert; None: no capacity.
-    buffer: slots for the tokens of each pair of devices in the first round.
-    block: rows that an expert computes at a time, if the user chose.
-    even: the fraction of the slots for choices in a round that are filled if the load is even.
-    mesh: the mesh; None: one device.
-    mapped: mesh axes of an enclosing `jax.vmap`.
-  """
+  """The static options of a call of `experts`."""
 
   function: ExpertFn
-  axis: str | None
-  ways: int
-  experts: int
-  tokens: tuple[tuple[str, ...], ...]
-  capacity: int | None
-  buffer: int
-  block: int | None
-  even: float
-  mesh: AnyMesh | None
-  mapped: frozenset[str]
+  axis: str | None  # the mesh axis of the experts; None: one device
+  ways: int  # the size of the axis
+  experts: int  # on all devices
+  tokens: tuple[tuple[str, ...], ...]  # the mesh axes that shard each dim of the tokens
+  capacity: int | None  # slots for each pair of a device and an expert
+  buffer: int  # slots for the tokens of each pair of devices in the first round
+  block: int | None  # rows that an expert computes at a time, if the user chose
+  even: float  # the fraction of the slots for choices in a round that are filled if the load is even
+  mesh: AnyMesh | None  # None: one device
+  mapped: frozenset[str]  # mesh axes of an enclosing `jax.vmap`
 
   @property
   def own(self) -> int:
@@ -217,17 +213,16 @@ class _Kind:
     """The axes that shard the tokens."""
     return tuple(name for names in self.tokens for name in names)
 
-  def exchanged(self, x: jax.Array) -> jax.Array:
+  def exchange(self, x: jax.Array) -> jax.Array:
     """Sends one equal part of dim 0 to each device, and returns the parts received from each device."""
     return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
-  def exchanged_filled(
+  def exchange_filled(
     self, x: jax.Array, sent: jax.Array, received: jax.Array, spare: jax.Array | None = None
   ) -> jax.Array:
-    """As `exchanged`, but only the first `sent` rows of each part have tokens.
+    """As `exchange`, but of each part only the first `sent` rows; the others may have arbitrary numbers.
 
-    The other rows may not be sent: the result then has arbitrary numbers there. `spare` is an array that is
-    no longer needed: the result takes its memory, if it has the shape and dtype of `x`.
+    The result takes the memory of `spare`, which is no longer needed, if it has the shape and dtype of `x`.
     """
     if self.axis is None:
       return x
@@ -248,7 +243,7 @@ class _Kind:
       x, into = jax.lax.optimization_barrier((x, into))
       return jax.lax.ragged_all_to_all(x, into, starts, sent, there, received, axis_name=self.axis)
 
-    return jax.lax.platform_dependent(x, into, tpu=ragged, default=lambda x, _: self.exchanged(x))
+    return jax.lax.platform_dependent(x, into, tpu=ragged, default=lambda x, _: self.exchange(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -274,24 +269,18 @@ def _over_devices(kind: _Kind, parameters: PyTree, *given: jax.Array) -> PyTree:
 # slot, so filling the slots, reading the results, and the gradients of both are look-ups.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Queues:
+class _Queues(NamedTuple):
   """The choices of a device's tokens, sorted by expert.
 
   Choice `c` of token `t` has the number `c * tokens + t`: first choices come first.
-
-  Attributes:
-    order: the numbers of the choices, sorted by expert.
-    starts: for each expert, the place of its first choice in `order`.
-    ends: for each expert, the place after its last choice.
   """
 
-  order: jax.Array
-  starts: jax.Array
-  ends: jax.Array
+  order: jax.Array  # the numbers of the choices, sorted by expert
+  starts: jax.Array  # for each expert, the place of its first choice in `order`
+  ends: jax.Array  # for each expert, the place after its last choice
 
   @classmethod
-  def of(cls, experts: jax.Array, count: int) -> _Queues:
+  def sort(cls, experts: jax.Array, count: int) -> _Queues:
     """Sorts the choices, from the expert of each choice; a number that no expert has is padding."""
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     ordered, numbers = experts[order], jnp.arange(count, dtype=jnp.int32)
@@ -317,36 +306,23 @@ def _read(x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _looked_up(x: jax.Array, places: jax.Array, readers: jax.Array) -> jax.Array:
-  """`_read`, whose gradient is a look-up too.
-
-  Args:
-    x: `[length, features]`.
-    places: integers of any shape.
-    readers: which of the places read each element of `x`, `[n, length]`; a number beyond the last for none.
-  """
+def _look_up(x: jax.Array, places: jax.Array, readers: jax.Array) -> jax.Array:
+  """`_read`, whose gradient is a look-up too: `readers` `[n, length]` are the places of each element."""
   return _read(x, places)
 
 
-def _pulled(readers: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+def _pull_back(readers: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
   found = _read(g.reshape(-1, g.shape[-1]), readers)
   return found.astype(jnp.float32).sum(0).astype(g.dtype), None, None
 
 
-_looked_up.defvjp(lambda x, places, readers: (_read(x, places), readers), _pulled)
+_look_up.defvjp(lambda x, places, readers: (_read(x, places), readers), _pull_back)
 
 
 @jax.checkpoint
-def _summed(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
-  """The weighted sum of each token's results.
-
-  Args:
-    rows: the result of each slot.
-    weights: of each choice, `[choices, tokens]`, float32.
-    choices: the choice in each slot.
-    slots: the slot of each choice, `[choices, tokens]`.
-  """
-  found = _looked_up(rows, slots, choices[None]).astype(jnp.float32)
+def _sum_results(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
+  """The weighted sum of each token's results `rows[slots]`; `weights` and `slots` are `[choices, tokens]`."""
+  found = _look_up(rows, slots, choices[None]).astype(jnp.float32)
   return (found * weights[..., None]).sum(0).astype(rows.dtype)
 
 
@@ -357,7 +333,7 @@ def _with_capacity(
   assert kind.capacity is not None
   size = kind.capacity
   own = experts.T.reshape(-1)
-  queues = _Queues.of(own, kind.experts)
+  queues = _Queues.sort(own, kind.experts)
   places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
   choices = _at(queues.order, places, places < queues.ends[:, None]).reshape(-1)
   exists = (own >= 0) & (own < kind.experts)
@@ -365,12 +341,19 @@ def _with_capacity(
   at = queues.rank - queues.starts[own]
   slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(experts.T.shape)
   tokens = jnp.where(choices < slots.size, choices % len(x), len(x))
-  rows = kind.exchanged(_looked_up(x, tokens, slots).reshape(kind.experts, size, -1))
+  rows = kind.exchange(_look_up(x, tokens, slots).reshape(kind.experts, size, -1))
   rows = rows.reshape(kind.ways, kind.own, size, -1).swapaxes(0, 1).reshape(kind.own, kind.ways * size, -1)
-  done = jax.vmap(kind.function)(parameters, rows)
-  _check_rows(rows, done)
+
+  def compute(weights: PyTree, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    return kind.function(jax.tree.map(lambda leaf: leaf[None], weights), rows, sizes)
+
+  # One product for each expert is fastest for equal numbers of rows. JAX maps its `ragged_dot` if the sizes
+  # are mapped too.
+  sizes = jnp.full((kind.own, 1), rows.shape[1], jnp.int32)
+  done = jax.vmap(compute)(parameters, rows, sizes)
+  check_rows(rows, done)
   rows = done.reshape(kind.own, kind.ways, size, -1).swapaxes(0, 1).reshape(kind.experts, size, -1)
-  result = _summed(kind.exchanged(rows).reshape(choices.size, -1), weights.T, choices, slots)
+  result = _sum_results(kind.exchange(rows).reshape(choices.size, -1), weights.T, choices, slots)
   return result, jnp.maximum(queues.ends - queues.starts - size, 0).sum(dtype=jnp.int32)
 
 
@@ -384,47 +367,34 @@ class _Rounds:
 
   If several experts of a token are on one device, the token is sent to this device once, in the slot of the
   first of these choices.
-
-  Attributes:
-    kind: the static options.
-    weights, experts: of each token, `[tokens, choices]`.
-    order: the first choice of each token for each device, sorted by device; then the other choices.
-    places: for each choice, its place among the first choices for its device, `[choices, tokens]`; for a
-      choice that is not a first choice, a number beyond all places.
-    to: for each choice, the number of its device, `[choices, tokens]`; for padding, the number of devices.
-    starts: for each device, the place in `order` of the first choice for it.
-    sent: for each device, the number of tokens that this device sends to it.
-    received: for each device, the number of tokens that this device receives from it.
-    more: the number of rounds after the first round, each with `size_of_more` slots; no further round if it
-      is 0 or less. `None` if the first round has slots for all tokens.
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
-  weights: jax.Array
+  weights: jax.Array  # of each token, `[tokens, choices]`
   experts: jax.Array
-  order: jax.Array
-  places: jax.Array
-  to: jax.Array
-  starts: jax.Array
-  sent: jax.Array
-  received: jax.Array
-  more: jax.Array | None
+  order: jax.Array  # the first choice of each token for each device, sorted by device; then the others
+  places: jax.Array  # for each choice, its place among the first choices for its device, or beyond all places
+  to: jax.Array  # the number of the device of each choice; for padding, the number of devices
+  starts: jax.Array  # for each device, the place in `order` of the first choice for it
+  sent: jax.Array  # the number of tokens for each device
+  received: jax.Array  # the number of tokens from each device
+  more: jax.Array | None  # the number of rounds after the first; None: its slots are enough for all tokens
 
   @classmethod
-  def of(cls, kind: _Kind, weights: jax.Array, experts: jax.Array) -> _Rounds:
-    """Plans the rounds."""
+  def plan(cls, kind: _Kind, weights: jax.Array, experts: jax.Array) -> _Rounds:
+    """Plans the rounds, from the weights and experts of each token."""
     by_choice = experts.T
     to = jnp.where((by_choice >= 0) & (by_choice < kind.experts), by_choice // kind.own, kind.ways)
     before = jnp.tril(jnp.ones((len(to), len(to)), bool), -1)
     is_first = ~((to[:, None] == to[None]) & before[..., None]).any(1) & (to < kind.ways)
-    queues = _Queues.of(jnp.where(is_first, to, kind.ways).reshape(-1), kind.ways)
+    queues = _Queues.sort(jnp.where(is_first, to, kind.ways).reshape(-1), kind.ways)
     places = queues.rank.reshape(to.shape) - _read(queues.starts, to)
     sent = queues.ends - queues.starts
     more = None
     if kind.buffer < experts.shape[0]:
       more = jax.lax.pmax(-((kind.buffer - sent.max()) // kind.size_of_more), kind.manual)
     places = jnp.where(is_first, places, jnp.iinfo(jnp.int32).max)
-    received = kind.exchanged(sent)
+    received = kind.exchange(sent)
     return cls(kind, weights, experts, queues.order, places, to, queues.starts, sent, received, more)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
@@ -449,80 +419,65 @@ class _Rounds:
     tokens = jnp.where(choices < at.size, choices % at.shape[1], at.shape[1])
     there = self.experts.at[tokens].get(mode="fill", fill_value=-1)
     there = there - jnp.repeat(jnp.arange(kind.ways, dtype=jnp.int32), size)[:, None] * kind.own
-    there = kind.exchanged(jnp.where((there >= 0) & (there < kind.own), there, kind.own))
-    shares = kind.exchanged(_read(self.weights, tokens))
-    queues = _Queues.of(there.T.reshape(-1), kind.own)
+    there = kind.exchange(jnp.where((there >= 0) & (there < kind.own), there, kind.own))
+    shares = kind.exchange(_read(self.weights, tokens))
+    queues = _Queues.sort(there.T.reshape(-1), kind.own)
     sent, received = (jnp.clip(count - start, 0, size) for count in (self.sent, self.received))
     return _Round(kind, tokens, slots, sent, received, queues, shares.T.reshape(-1))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Round:
-  """One round: what a device sends, and what it computes.
-
-  Attributes:
-    kind: the static options.
-    tokens: for each slot, its token; for an empty slot, a number beyond the last token.
-    slots: for each choice, its slot, `[choices, tokens]`; for a choice that has no slot in this round, a
-      number beyond the last slot.
-    sent: the number of filled slots for each device.
-    received: the number of rows from each device.
-    queues: the choices of the rows that arrive. Choice `c` of row `r` has the number `c * rows + r`.
-    shares: the weights of these choices.
-  """
+class _Round(NamedTuple):
+  """One round: what a device sends, and what it computes."""
 
   kind: _Kind
-  tokens: jax.Array
-  slots: jax.Array
-  sent: jax.Array
-  received: jax.Array
-  queues: _Queues
-  shares: jax.Array
+  tokens: jax.Array  # for each slot, its token; for an empty slot, a number beyond the last token
+  slots: jax.Array  # for each choice, its slot in this round or a number beyond, `[choices, tokens]`
+  sent: jax.Array  # the number of filled slots for each device
+  received: jax.Array  # the number of rows from each device
+  queues: _Queues  # the choices of the rows that arrive; choice `c` of row `r` is `c * rows + r`
+  shares: jax.Array  # the weights of these choices
 
   def send(self, x: jax.Array) -> jax.Array:
     """Sends the tokens of this device, and returns the rows that arrive from all devices."""
     rows = _read(x, self.tokens)
-    return self.kind.exchanged_filled(rows, self.sent, self.received)
+    return self.kind.exchange_filled(rows, self.sent, self.received)
 
   def send_back(self, rows: jax.Array, arrived: jax.Array) -> jax.Array:
     """Returns the rows to their devices; for each token, the float32 sum of the rows that it gets back.
 
     `arrived` are the rows from which they were computed; they are no longer needed.
     """
-    rows = self.kind.exchanged_filled(rows, self.received, self.sent, arrived)
+    rows = self.kind.exchange_filled(rows, self.received, self.sent, arrived)
     return _read(rows, self.slots).astype(jnp.float32).sum(0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-  """Some choices, sorted by expert, that a device computes at once.
+class _Part(NamedTuple):
+  """Some choices, sorted by expert, that a device computes at once."""
 
-  Attributes:
-    choices: their numbers. At the end of a part, the last choice may be repeated.
-    exist: False for a repeated choice.
-    function: computes their rows, `(parameters, rows) -> rows`.
-    parameters: the parameters that the function takes, of one expert or of all experts.
-    add: `(sum, gradient) -> sum`, adds the gradient of `parameters` to the sum for all experts.
-  """
+  choices: jax.Array  # their numbers; at the end of a part, the last choice may be repeated
+  exist: jax.Array  # False for a repeated choice
+  parameters: PyTree  # of one expert, or of all experts of the device
+  sizes: jax.Array  # the number of choices of each of these experts
+  add: Callable[[jax.Array, jax.Array], jax.Array]  # adds their gradient to the sum for all experts
 
-  choices: jax.Array
-  exist: jax.Array
-  function: ExpertFn
-  parameters: PyTree
-  add: Callable[[jax.Array, jax.Array], jax.Array]
+  def take(self, arrived: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The numbers of the rows of the choices, and the rows; ones if there is no choice.
+
+    An exchange may leave NaN in a row that was not sent, and NaN times a gradient of 0 is NaN.
+    """
+    numbers = self.choices % len(arrived)
+    return numbers, jnp.where(self.exist[0], arrived[numbers], jnp.ones((), arrived.dtype))
 
 
 Visit = Callable[[_Part, PyTree], PyTree]
 
 
-def _in_parts(
-  kind: _Kind, queues: _Queues, parameters: PyTree, x: jax.Array, visit: Visit, state: PyTree
-) -> PyTree:
+def _in_parts(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, state: PyTree) -> PyTree:
   """The state after all parts of the choices of a round; `visit(part, state)` handles one."""
   blocks, groups = (functools.partial(f, kind, queues, parameters, visit) for f in (_in_blocks, _in_groups))
-  if can_be_grouped(kind.function, parameters, x, kind.own):
-    return jax.lax.platform_dependent(state, tpu=groups, default=blocks)
-  return blocks(state)
+  if any(any(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(parameters)):
+    return blocks(state)  # JAX has no grouped product of weights that Explicit axes shard
+  return jax.lax.platform_dependent(state, tpu=groups, default=blocks)
 
 
 def _in_blocks(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, state: PyTree) -> PyTree:
@@ -535,8 +490,10 @@ def _in_blocks(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, s
     before = jnp.where(expert > 0, last[expert - 1], 0)
     places = queues.starts[expert] + (n - before) * size + jnp.arange(size, dtype=jnp.int32)
     end = queues.ends[expert]
-    choices, own = queues.order[jnp.minimum(places, end - 1)], _of_one(parameters, expert)
-    return visit(_Part(choices, places < end, kind.function, own, lambda x, g: x.at[expert].add(g)), state)
+    own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, expert, 1), parameters)
+    choices = queues.order[jnp.minimum(places, end - 1)]
+    sizes = jnp.full(1, size, jnp.int32)
+    return visit(_Part(choices, places < end, own, sizes, lambda x, g: x.at[expert].add(g[0])), state)
 
   return jax.lax.fori_loop(0, last[-1], body, state)
 
@@ -549,20 +506,21 @@ def _in_groups(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, s
 
   def body(n: jax.Array | int, state: PyTree) -> PyTree:
     places = n * size + jnp.arange(size, dtype=jnp.int32)
-    # The last expert with choices also gets the repeated ones. If there are no choices, no row has an expert.
-    ends = jnp.where(
-      queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), jnp.where(end > 0, size, 0)
-    )
-    function = functools.partial(grouped, kind.function, sizes=jnp.diff(ends, prepend=0))
+    # The last expert with choices also gets the repeated ones.
+    ends = jnp.where(queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), size)
     choices = queues.order[jnp.minimum(places, end - 1)]
-    return visit(_Part(choices, places < end, function, parameters, jnp.add), state)
+    sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+    return visit(_Part(choices, places < end, parameters, sizes, jnp.add), state)
 
+  # One part is no loop, whose sums of gradients would be as large as the weights, in float32.
   state = body(0, state)
   return jax.lax.fori_loop(1, -(-end // size), body, state) if size < queues.order.size else state
 
 
-def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
-  return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, 0, False), parameters)
+def _of_one(function: ExpertFn) -> Callable[[PyTree, jax.Array], PyTree]:
+  """`function` of the first expert and all rows."""
+  first = functools.partial(jax.tree.map, lambda leaf: leaf[:1])
+  return lambda parameters, rows: function(first(parameters), rows, jnp.full(1, len(rows), jnp.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -576,9 +534,9 @@ def _dropless(
 def _dropless_forward(
   kind: _Kind, parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array
 ) -> tuple[jax.Array, PyTree]:
-  rounds = _Rounds.of(kind, weights, experts)
-  row = jax.eval_shape(kind.function, _of_one(parameters), x)
-  _check_rows(x, row)
+  rounds = _Rounds.plan(kind, weights, experts)
+  row = jax.eval_shape(_of_one(kind.function), parameters, x)
+  check_rows(x, row)
   if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in (*jax.tree.leaves(parameters), row)):
     raise SchemeError("experts without a capacity add up real numbers.", fix="capacity=2, for example.")
 
@@ -586,13 +544,13 @@ def _dropless_forward(
     arrived = now.send(x)
 
     def part(part: _Part, sums: jax.Array) -> jax.Array:
-      rows = part.choices % len(arrived)
-      found = part.function(part.parameters, arrived[rows]).astype(jnp.float32)
+      rows, given = part.take(arrived)
+      found = kind.function(part.parameters, given, part.sizes).astype(jnp.float32)
       found = found * now.shares[part.choices][:, None]
       return sums.at[rows].add(jnp.where(part.exist[:, None], found, 0))
 
     sums = jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32)
-    sums = _in_parts(kind, now.queues, parameters, x, part, sums)
+    sums = _in_parts(kind, now.queues, parameters, part, sums)
     return total + now.send_back(sums.astype(row.dtype), arrived)
 
   total = rounds.run(visit, jnp.zeros(row.shape, jnp.float32))
@@ -611,8 +569,10 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
 
     def part(part: _Part, state: PyTree) -> PyTree:
       by_parameter, by_row, by_share = state
-      rows, exist = part.choices % len(arrived), part.exist[:, None]
-      result, back = jax.vjp(part.function, part.parameters, arrived[rows])
+      (rows, given), exist = part.take(arrived), part.exist[:, None]
+      result, back = jax.vjp(
+        lambda weights, rows: kind.function(weights, rows, part.sizes), part.parameters, given
+      )
       slope = slopes[rows].astype(jnp.float32)
       own = jnp.where(exist, slope * now.shares[part.choices][:, None], 0)
       added, by_rows = back(own.astype(result.dtype))
@@ -625,9 +585,9 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
       return by_parameter, by_row, by_share.at[part.choices].add(shares)
 
     zeros = jnp.zeros(arrived.shape, jnp.float32), jnp.zeros_like(now.shares)
-    by_parameter, by_row, by_share = _in_parts(kind, now.queues, parameters, x, part, (by_parameter, *zeros))
+    by_parameter, by_row, by_share = _in_parts(kind, now.queues, parameters, part, (by_parameter, *zeros))
     # A token's weights for a device are in the slot of its first choice for the device.
-    back = kind.exchanged(by_share.reshape(-1, len(by_row)).T)
+    back = kind.exchange(by_share.reshape(-1, len(by_row)).T)
     by_weight += _read(back, now.slots).sum(0)
     return by_parameter, by_x + now.send_back(by_row.astype(x.dtype), arrived), by_weight
 
@@ -667,12 +627,3 @@ def _check_shapes(
         details=f"parameters{jax.tree_util.keystr(path)} {leaf.shape}",
         fix=f"shape ({count}, ...), and logits (tokens..., {count}).",
       )
-
-
-def _check_rows(rows: jax.Array, found: AnyArray) -> None:
-  if not hasattr(found, "shape") or found.shape[:-1] != rows.shape[:-1]:
-    raise SchemeError(
-      "an expert returns one row for each row that it is given.",
-      details=f"rows {rows.shape}, result {jax.tree.map(jnp.shape, found)}",
-      fix="lambda p, rows: jax.nn.silu(rows @ p['up']) @ p['down'], for example.",
-    )

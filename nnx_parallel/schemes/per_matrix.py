@@ -6,30 +6,29 @@ Such an optimizer multiplies or factors each gradient as a whole, but a layout m
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from nnx_parallel.core.axes import axes_by_dim, axes_in, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes, mesh_inside
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
 from nnx_parallel.core.nodes import plain_path
-from nnx_parallel.core.shards import on_shards, pinned
+from nnx_parallel.core.shards import computed_on_auto_axes, on_shards, pinned
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.optimizer_layout import PerMatrixState, group_name, matrix_axes
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_in_use
 
 
+@check_arguments(SchemeError)
 def per_matrix(
   tx: optax.GradientTransformation, dims: Callable[[PyTree], PyTree] | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -38,10 +37,11 @@ def per_matrix(
   Muon, Shampoo and SOAP multiply or factor the gradient of each matrix as a whole. If a layout shards the
   matrices, the compiler gathers them, and all devices compute the same products. With this wrapper, matrices
   of equal size and dtype form a group, and each device computes an equal number of whole matrices of the
-  group. One all-to-all per group brings the parts of the gradients to these devices, and a second all-to-all
-  returns the updates. The state of a matrix stays on the device that computes it: the plan shards the state
-  over all mesh axes, with padding. If a group has fewer matrices than the mesh has devices, the plan says how
-  many devices have no matrix.
+  group. One all-to-all per group brings equal parts of the rows of all gradients to these devices, and a
+  second all-to-all returns the updates; a matrix that is not sharded by rows is laid out by rows first. The
+  state of a matrix stays on the device that computes it: the plan shards the state over all mesh axes, with
+  padding. If a group has fewer matrices than the mesh has devices, the plan says how many devices have no
+  matrix.
 
   `tx` gets one matrix at a time. A norm in `tx` is therefore the norm of one matrix; put
   `optax.clip_by_global_norm` around the wrapper. Counts, schedules and random keys in `tx` exist once for
@@ -86,7 +86,7 @@ def per_matrix(
         details=f"shapes {[jnp.shape(x) for x in leaves][:5]}",
         fix="use the transformation without per_matrix, or pass dims= for matrices in arrays of more dims.",
       )
-    states = {name: jax.vmap(inner.init)(group.gather(group.of(leaves))) for name, group in groups.items()}
+    states = {name: jax.vmap(inner.init)(group.stack(group.of(leaves))) for name, group in groups.items()}
     rest = _rest(params, groups)
     return PerMatrixState(states, inner.init(rest) if jax.tree.leaves(rest) else optax.EmptyState())
 
@@ -126,166 +126,50 @@ def per_matrix(
 _DIMS = "dims=lambda parameters: jax.tree.map(lambda x: MuonDimensionNumbers(-2, -1), parameters)"
 
 
-class _Cut(NamedTuple):
-  """How a matrix is cut into one piece for each device.
-
-  Attributes:
-    shape: the sizes of the dims that are its rows, then of those that are its columns.
-    rows: the number of dims that are its rows.
-    axes: for each dim, the mesh axes that split it, major to minor. All axes of the exchange occur once.
-  """
-
-  shape: tuple[int, ...]
-  rows: int
-  axes: tuple[tuple[str, ...], ...]
-
-  @property
-  def matrix(self) -> tuple[int, int]:
-    """Rows and columns."""
-    return math.prod(self.shape[: self.rows]), math.prod(self.shape[self.rows :])
+Change: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class _Array(NamedTuple):
-  """An array of matrices.
+  """An array of matrices."""
 
-  Attributes:
-    number: its number among the parameters.
-    shape: its global shape.
-    order: its dims: first those that count matrices, then the dims of `cut`.
-    cut: how each of its matrices is cut.
-    where: the planned sharding of the array, or None.
-  """
+  number: int  # among the parameters
+  shape: tuple[int, ...]  # global
+  order: tuple[int, ...]  # its dims: those that count matrices, then those of rows, then those of columns
+  where: Any  # its planned sharding, or None
 
-  number: int
-  shape: tuple[int, ...]
-  order: tuple[int, ...]
-  cut: _Cut
-  where: Any
+  def stack(self, x: jax.Array, matrix: tuple[int, int]) -> jax.Array:
+    """`[matrices, rows, columns]`."""
+    return x.transpose(self.order).reshape(-1, *matrix)
 
-  @property
-  def counted(self) -> list[int]:
-    """The sizes of the dims that count matrices."""
-    return [self.shape[dim] for dim in self.order[: -len(self.cut.shape)]]
-
-  @property
-  def spec(self) -> PartitionSpec:
-    """With it, the part of a device is its piece of each matrix."""
-    entries = dict(zip(self.order[-len(self.cut.shape) :], self.cut.axes, strict=True))
-    return PartitionSpec(*(entry_of(entries.get(dim, ())) for dim in range(len(self.shape))))
+  def unstack(self, matrices: jax.Array) -> jax.Array:
+    """The inverse of `stack`."""
+    return matrices.reshape([self.shape[dim] for dim in self.order]).transpose(np.argsort(self.order))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-  """Arrays with matrices of one size and dtype, and the exchange of their pieces for whole matrices.
+class _Group(NamedTuple):
+  """The arrays with matrices of one size and dtype, in the order of the parameters."""
 
-  `gather` and `scatter` run on each device of a `shard_map`. Without mesh axes, they only stack and cut.
-
-  Attributes:
-    arrays: the arrays, in the order of the parameters.
-    sizes: mesh axis -> size, of the axes of the exchange, in mesh order.
-  """
-
+  matrix: tuple[int, int]
   arrays: list[_Array]
-  sizes: Mapping[str, int]
 
   def of(self, leaves: Sequence[Any]) -> list[Any]:
     """The arrays of the group among the leaves of a tree of parameters."""
     return [leaves[array.number] for array in self.arrays]
 
-  @functools.cached_property
-  def cuts(self) -> list[_Cut]:
-    """The different cuts of its matrices."""
-    return [*dict.fromkeys(array.cut for array in self.arrays)]
+  @property
+  def counts(self) -> list[int]:
+    """The number of matrices of each array."""
+    return [math.prod(array.shape) // math.prod(self.matrix) for array in self.arrays]
 
-  @functools.cached_property
-  def count(self) -> int:
-    """The number of matrices."""
-    return sum(math.prod(array.counted) for array in self.arrays)
+  def stack(self, values: Sequence[jax.Array], each: Change = lambda x: x) -> jax.Array:
+    """All matrices, `[matrices, rows, columns]`; `each` is applied to those of each array."""
+    pairs = zip(self.arrays, values, strict=True)
+    return jnp.concatenate([each(array.stack(x, self.matrix)) for array, x in pairs])
 
-  @functools.cached_property
-  def table(self) -> np.ndarray[Any, Any]:
-    """The number of the cut of each matrix, by device and place on the device; 0 for padding."""
-    numbers = [self.cuts.index(array.cut) for array in self.arrays]
-    found = np.repeat(numbers, [math.prod(array.counted) for array in self.arrays])
-    devices = math.prod(self.sizes.values())
-    return np.pad(found, (0, -self.count % devices)).reshape(devices, -1)
-
-  @functools.cached_property
-  def largest(self) -> int:
-    """The elements of the largest piece, to which all pieces are padded."""
-    return max(math.prod(self.piece(cut)) for cut in self.cuts)
-
-  def ways(self, cut: _Cut) -> list[int]:
-    """Into how many parts each dim of a matrix is cut."""
-    return [math.prod(self.sizes[axis] for axis in axes) for axes in cut.axes]
-
-  def piece(self, cut: _Cut) -> list[int]:
-    """The shape of a piece."""
-    return [-(-size // ways) for size, ways in zip(cut.shape, self.ways(cut), strict=True)]
-
-  def padded(self, array: _Array, x: jax.Array) -> jax.Array:
-    """The array with zeros, so that the mesh axes divide its dims."""
-    cut = array.cut
-    extra = [-size % ways for size, ways in zip(cut.shape, self.ways(cut), strict=True)]
-    widths = dict(zip(array.order[-len(extra) :], extra, strict=True))
-    return jnp.pad(x, [(0, widths.get(dim, 0)) for dim in range(x.ndim)])
-
-  def gather(self, values: Sequence[jax.Array]) -> jax.Array:
-    """The pieces of all matrices on a device -> `[whole matrices of the device, rows, columns]`."""
-    flat: list[jax.Array] = []
-    for array, x in zip(self.arrays, values, strict=True):
-      pieces = x.transpose(array.order).reshape(math.prod(array.counted), -1)
-      flat.append(jnp.pad(pieces, ((0, 0), (0, self.largest - pieces.shape[1]))))
-    stack = jnp.pad(jnp.concatenate(flat), ((0, self.table.size - self.count), (0, 0)))
-    stack = self._exchanged(stack.reshape(*self.table.shape, self.largest))
-    return self._selected([self._joined(stack, cut) for cut in self.cuts], dim=0)
-
-  def scatter(self, whole: jax.Array) -> list[jax.Array]:
-    """The inverse of `gather`."""
-    stack = self._exchanged(self._selected([self._split(whole, cut) for cut in self.cuts], dim=1))
-    flat, start, found = stack.reshape(self.table.size, self.largest), 0, list[jax.Array]()
-    for array in self.arrays:
-      piece, stop = self.piece(array.cut), start + math.prod(array.counted)
-      x = flat[start:stop, : math.prod(piece)].reshape(*array.counted, *piece)
-      found.append(x.transpose(np.argsort(array.order)))
-      start = stop
-    return found
-
-  def _exchanged(self, stack: jax.Array) -> jax.Array:
-    return jax.lax.all_to_all(stack, (*self.sizes,), 0, 0, tiled=True) if self.sizes else stack
-
-  def _selected(self, values: list[jax.Array], dim: int) -> jax.Array:
-    """For each matrix of the device, along `dim`, the value that its own cut gives."""
-    result, *others = values
-    device = jax.lax.axis_index((*self.sizes,)) if self.sizes and others else 0
-    mine = jnp.asarray(self.table)[device].reshape(-1, *[1] * (result.ndim - dim - 1))
-    for number, other in enumerate(others, 1):
-      result = jnp.where(mine == number, other, result)
-    return result
-
-  def _places(self, cut: _Cut) -> list[int]:
-    """The order `[matrix, *(axes, piece) by dim]` of the dims `[*mesh axes, matrix, *piece]`."""
-    axes, first = [*self.sizes], len(self.sizes) + 1
-    inner = [(*map(axes.index, own), first + dim) for dim, own in enumerate(cut.axes)]
-    return [len(axes), *(place for group in inner for place in group)]
-
-  def _joined(self, stack: jax.Array, cut: _Cut) -> jax.Array:
-    """`[devices, matrices, piece]` -> `[matrices, rows, columns]`."""
-    piece = self.piece(cut)
-    parts = stack[:, :, : math.prod(piece)].reshape(*self.sizes.values(), stack.shape[1], *piece)
-    full = [size * ways for size, ways in zip(piece, self.ways(cut), strict=True)]
-    whole = parts.transpose(self._places(cut)).reshape(-1, *full)
-    return whole[(slice(None), *map(slice, cut.shape))].reshape(-1, *cut.matrix)
-
-  def _split(self, whole: jax.Array, cut: _Cut) -> jax.Array:
-    """The inverse of `_joined`."""
-    piece, count = self.piece(cut), len(whole)
-    widths = [(0, size * ways - n) for size, ways, n in zip(piece, self.ways(cut), cut.shape, strict=True)]
-    whole = jnp.pad(whole.reshape(count, *cut.shape), [(0, 0), *widths])
-    dims = [(*(self.sizes[axis] for axis in own), size) for own, size in zip(cut.axes, piece, strict=True)]
-    parts = whole.reshape(count, *(size for group in dims for size in group))
-    flat = parts.transpose(np.argsort(self._places(cut))).reshape(self.table.shape[0], count, -1)
-    return jnp.pad(flat, ((0, 0), (0, 0), (0, self.largest - flat.shape[2])))
+  def unstack(self, matrices: jax.Array, each: Change = lambda x: x) -> list[jax.Array]:
+    """The inverse of `stack`."""
+    parts = jnp.split(matrices, np.cumsum(self.counts)[:-1])
+    return [array.unstack(each(part)) for array, part in zip(self.arrays, parts, strict=True)]
 
 
 def _update(
@@ -299,27 +183,45 @@ def _update(
 ) -> tuple[list[jax.Array], PyTree]:
   """The updates of the arrays of a group, and its new state."""
 
-  def run(grads: list[jax.Array], state: PyTree, params: PyTree, extra: PyTree) -> PyTree:
-    whole = group.gather(grads), state, None if params is None else group.gather(params)
-    updates, state = jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra))(*whole)
-    return group.scatter(cast(Any, updates)), state
+  def run(grads: jax.Array, state: PyTree, params: PyTree, extra: PyTree) -> PyTree:
+    return jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra))(grads, state, params)
 
-  if mesh is None or not group.sizes:
-    return run(grads, state, params, extra)
-
-  def padded(values: list[jax.Array]) -> list[jax.Array]:
-    return [group.padded(array, x) for array, x in zip(group.arrays, values, strict=True)]
-
+  axes = () if mesh is None else matrix_axes(axis_sizes(mesh))
+  if mesh is None or not axes:
+    new, state = run(group.stack(grads), state, None if params is None else group.stack(params), extra)
+    return group.unstack(new), state
+  devices, count = math.prod(axis_sizes(mesh)[axis] for axis in axes), sum(group.counts)
   # Gradients are first reduced into their own layout: else the compiler may sum all of them on every device.
   grads = [pinned(x, array.where) for array, x in zip(group.arrays, grads, strict=True)]
-  rows = group.table.size - group.count
-  state = jax.tree.map(lambda x: jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)]), state)
-  specs: Any = [array.spec for array in group.arrays]
-  stacked = PartitionSpec((*group.sizes,))
-  on_devices = on_shards(run, mesh_inside(mesh), (specs, stacked, specs, PartitionSpec()), (specs, stacked))
-  new, state = on_devices(padded(grads), state, None if params is None else padded(params), extra)
-  new = [x[tuple(map(slice, array.shape))] for array, x in zip(group.arrays, new, strict=True)]
-  return new, jax.tree.map(lambda x: x[: group.count], state)
+  one, whole, by_row = PartitionSpec(), PartitionSpec(axes), PartitionSpec(None, axes)
+
+  def lay_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(auto_mesh(mesh), spec))
+
+  def pad(x: jax.Array, dim: int) -> jax.Array:
+    """With zeros, so that the devices divide a dim."""
+    return jnp.pad(x, [(0, -size % devices if d == dim else 0) for d, size in enumerate(x.shape)])
+
+  # Each device has equal parts of the rows of all matrices, and then whole matrices: an all-to-all. The rows
+  # of each array are laid out separately, or the compiler moves all arrays to the layout of one of them.
+  def gather(values: list[jax.Array]) -> jax.Array:
+    rows = group.stack(values, lambda x: lay_out(pad(x, 1), by_row))
+    return lay_out(lay_out(pad(rows, 0), by_row), whole)[:, : group.matrix[0]]
+
+  def scatter(matrices: jax.Array) -> list[jax.Array]:
+    rows = lay_out(lay_out(pad(matrices, 1), whole), by_row)[:count]
+    return group.unstack(rows, lambda x: lay_out(x, by_row)[:, : group.matrix[0]])
+
+  def on_auto_axes(grads: PyTree, state: PyTree, params: PyTree, extra: PyTree) -> PyTree:
+    state = jax.tree.map(lambda x: lay_out(pad(x, 0), whole), state)
+    each = on_shards(run, mesh_inside(auto_mesh(mesh)), (whole, whole, whole, one), (whole, whole))
+    new, state = each(gather(grads), state, None if params is None else gather(params), extra)
+    return scatter(new), jax.tree.map(lambda x: x[:count], state)
+
+  if AxisType.Explicit not in mesh_inside(mesh).axis_types:
+    return on_auto_axes(grads, state, params, extra)
+  specs = [array.where.spec for array in group.arrays], one if count % devices else whole
+  return computed_on_auto_axes(on_auto_axes, mesh, lambda _: specs)(grads, state, params, extra)
 
 
 def _groups(
@@ -330,43 +232,30 @@ def _groups(
   boxed = jax.tree.map(lambda x, part: jax.tree.map(lambda _: [x], part), asked, tree, is_leaf=_is_asked)
   numbers = jax.tree.leaves(boxed, is_leaf=lambda x: isinstance(x, list))
   shardings = {} if placement is None else placement.model
-  sizes = next((axis_sizes(where.mesh) for where in shardings.values()), dict[str, int]())
-  sizes = {axis: sizes[axis] for axis in matrix_axes(sizes)}
   groups: dict[str, _Group] = {}
   for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     (own,) = numbers[number]
     if own is not None:
-      where = shardings.get(plain_path(path))
-      spec = axes_by_dim(PartitionSpec() if where is None else where.spec, x.ndim)
-      order, cut = _cut(tuple(x.shape), own, spec, sizes)
-      group = groups.setdefault(group_name(*cut.matrix, x.dtype), _Group([], sizes))
-      group.arrays.append(_Array(number, tuple(x.shape), order, cut, where))
+      shape = tuple(x.shape)
+      rows, columns = _rows_and_columns(shape, own)
+      order = (*(dim for dim in range(len(shape)) if dim not in (*rows, *columns)), *rows, *columns)
+      matrix = math.prod(shape[dim] for dim in rows), math.prod(shape[dim] for dim in columns)
+      group = groups.setdefault(group_name(*matrix, x.dtype), _Group(matrix, []))
+      group.arrays.append(_Array(number, shape, order, shardings.get(plain_path(path))))
   return groups
 
 
-def _cut(
-  shape: tuple[int, ...],
-  numbers: MuonDimensionNumbers,
-  spec: Sequence[tuple[str, ...]],
-  sizes: Mapping[str, int],
-) -> tuple[tuple[int, ...], _Cut]:
-  """The order of the dims of an array of matrices, and how each matrix is cut."""
+def _rows_and_columns(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> tuple[list[int], list[int]]:
+  """The dims of an array of matrices that are rows, and those that are columns."""
   if not isinstance(numbers, MuonDimensionNumbers):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise SchemeError(f"dims gave {numbers!r} for an array of shape {shape}.", fix=_DIMS)
   rows, columns = ([dim % len(shape) for dim in np.atleast_1d(dims).tolist()] for dims in numbers)
-  matrix = (*rows, *columns)
-  order = (*(dim for dim in range(len(shape)) if dim not in matrix), *matrix)
-  if len(order) != len(shape) or not rows or not columns:
+  if len({*rows, *columns}) != len(rows) + len(columns) or not rows or not columns:
     raise SchemeError(
       f"an array of shape {shape} cannot be read as matrices whose rows are dims {rows}, columns {columns}.",
       fix="name each dim at most once, for example MuonDimensionNumbers(-2, -1).",
     )
-  inner = tuple(shape[dim] for dim in matrix)
-  axes = [tuple(axis for axis in spec[dim] if axis in sizes) for dim in matrix]
-  # Axes that split no dim of the matrix, as those of the batch, split the largest: each device sends a part.
-  parts = [size / math.prod(sizes[a] for a in own) for size, own in zip(inner, axes, strict=True)]
-  axes[parts.index(max(parts))] += tuple(axis for axis in sizes if axis not in axes_in(axes))
-  return order, _Cut(inner, len(rows), tuple(axes))
+  return rows, columns
 
 
 def _if_two_dims(x: Any) -> MuonDimensionNumbers | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,16 +11,18 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from nnx_parallel.core.axes import entry_of
-from nnx_parallel.core.jaxprs import as_function, constants, is_inexact
-from nnx_parallel.core.shards import join_batch, split_batch
+from nnx_parallel.core.checked import check_arguments, check_arrays
+from nnx_parallel.core.jaxprs import as_function, constants
+from nnx_parallel.core.shards import split_batch
 from nnx_parallel.core.text import few
-from nnx_parallel.core.types import ClosedJaxpr, PyTree
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_stages
-from nnx_parallel.layers.pipeline import Order, Pipeline, PipelineLoop, Schedule, size_along, staged
+from nnx_parallel.layers.pipeline import Order, Pipeline, size_along, staged, unstaged
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
+@check_arguments(SchemeError, microbatches=1, virtual_stages=1)
 def pipeline(
   layer: Callable[..., PyTree],
   parameters: PyTree,
@@ -90,99 +93,76 @@ def pipeline(
     >>> bool(jnp.allclose(y, wanted, atol=1e-6))
     True
   """
-  if after is not None:
-    if batch_axes:
-      raise SchemeError(
-        f"batch_axes={batch_axes!r} has no effect on a pipeline that computes a loss.",
-        fix="leave it out.",
-      )
-    given = Pipeline(axis, virtual_stages, order, recompute)
-    return _loss(layer, parameters, x, shared, microbatches, given, before, after)
-  if before is not None or order is not None or not recompute:
+  check_arrays(SchemeError, "parameters", parameters)
+  axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+  if after is not None and axes:
+    raise SchemeError(
+      f"batch_axes={batch_axes!r} has no effect on a pipeline that computes a loss.",
+      fix="leave it out.",
+    )
+  if after is None and (before is not None or order is not None or not recompute):
     raise SchemeError(
       "before=, order= and recompute= are of a pipeline that computes a loss.",
       fix="after=lambda y, x: ..., which computes the loss of a microbatch.",
     )
+  _check_layers(parameters)
   mesh = surroundings(*jax.tree.leaves((parameters, x))).mesh
-  axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
   replicas = math.prod(size_along(mesh, name) for name in axes)
-  schedule = Schedule(size_along(mesh, axis), microbatches, _layers(parameters), virtual_stages)
   _check_batch((x, *shared), microbatches, replicas)
-  leaves, tree = jax.tree.flatten(shared)
-  travels = {n: leaf for n, leaf in enumerate(leaves) if is_inexact(jnp.asarray(leaf))}
-  lies = {n: leaf for n, leaf in enumerate(leaves) if n not in travels}
 
-  def one(
-    carry: PyTree, row: PyTree, state: PyTree, _: PyTree, seen: PyTree
-  ) -> tuple[PyTree, PyTree, PyTree]:
-    x, travels = carry
-    found = {**travels, **seen}
-    return (
-      (layer(row, x, *jax.tree.unflatten(tree, [found[n] for n in range(len(leaves))])), travels),
-      state,
-      (),
-    )
-
-  def run(parameters: PyTree, x: PyTree, travels: PyTree, lies: PyTree) -> PyTree:
-    piped = PipelineLoop(schedule, axis, mesh, one)
-    given, seen = jax.tree.map(lambda x: split_batch(x, microbatches), ((x, travels), lies))
-    (y, _), _, _ = piped(piped.split_microbatches(given), piped.split_layers(parameters), (), (), seen)
-    return jax.tree.map(join_batch, piped.joined_microbatches(y))
-
-  if replicas == 1:
-    with mapped_axes((axis,)):
-      return run(parameters, x, travels, lies)
-
-  def placed(x: PyTree) -> PyTree:
-    return staged(x, mesh, entry_of(axes))
-
-  def by_replica(x: PyTree) -> PyTree:
-    return placed(jnp.reshape(x, (replicas, -1, *x.shape[1:])))
-
-  # Each replica has its own copy, and so its own gradients; they are summed where the copies are made.
-  own = jax.tree.map(lambda p: placed(jnp.broadcast_to(p, (replicas, *p.shape))), parameters)
-  explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-  with mapped_axes((*axes, axis)):
-    y = jax.vmap(run, spmd_axis_name=None if explicit else axes)(
-      own, *jax.tree.map(by_replica, (x, travels, lies))
-    )
-  return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
-
-
-def _loss(
-  layer: Callable[..., PyTree],
-  parameters: PyTree,
-  x: PyTree,
-  shared: tuple[PyTree, ...],
-  microbatches: int,
-  pipeline: Pipeline,
-  before: Callable[[PyTree], PyTree] | None,
-  after: Callable[[PyTree, PyTree], jax.Array],
-) -> jax.Array:
-  """The mean loss of the microbatches: the program of one, made a pipeline as that of a step is."""
-  _layers(parameters)
-  _check_batch((x, *shared), microbatches, 1)
-
-  def written(parameters: PyTree, batch: PyTree) -> jax.Array:
+  def written(parameters: PyTree, batch: PyTree) -> PyTree:
     x, shared = batch
     first = x if before is None else before(x)
     y, _ = jax.lax.scan(lambda y, row: (layer(row, y, *shared), None), first, parameters)
-    return after(y, x)
+    return y if after is None else after(y, x)
 
-  batch = jax.tree.map(_without_gradient, (x, shared))
+  options = Pipeline(axis, virtual_stages, "gpipe" if after is None else order, recompute)
+  if after is not None:
+    batch = jax.tree.map(_without_gradient, (x, shared))
+    return _run(written, options, microbatches, False, parameters, batch) / microbatches
+  run = functools.partial(_run, written, options, microbatches, True)
+  if replicas == 1:
+    return run(parameters, (x, shared))
+
+  def place(x: jax.Array) -> jax.Array:
+    return staged(x, mesh, entry_of(axes))
+
+  # Each replica has its own copy, and so its own gradients; they are summed where the copies are made.
+  own = jax.tree.map(lambda p: place(jnp.broadcast_to(p, (replicas, *p.shape))), parameters)
+  parts = jax.tree.map(lambda x: place(jnp.reshape(x, (replicas, -1, *x.shape[1:]))), (x, shared))
+  explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+  with mapped_axes((*axes, axis)):
+    y = jax.vmap(run, spmd_axis_name=None if explicit else axes)(own, parts)
+  return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
+
+
+def _run(
+  written: Callable[..., PyTree],
+  pipeline: Pipeline,
+  microbatches: int,
+  is_by_row: bool,
+  parameters: PyTree,
+  batch: PyTree,
+) -> PyTree:
+  """The program of one microbatch, made a pipeline as that of a step is: rows of the batch, or a sum."""
   part = jax.tree.map(lambda x: split_batch(x, microbatches)[0], batch)
   with mapped_axes((pipeline.axis,)):
-    traced: ClosedJaxpr = jax.make_jaxpr(written)(parameters, part)
-  # Arrays that `before` and `after` read are inputs of the program: they get gradients.
+    traced, shape = jax.make_jaxpr(written, return_shape=True)(unstaged(parameters, pipeline.axis), part)
+  # Arrays that the functions read are inputs of the program: they get gradients.
   read = constants(traced)
 
-  def program(model: PyTree, batch: PyTree) -> jax.Array:
-    return as_function(traced.replace(consts=model[0]))(*jax.tree.leaves((model[1], batch)))[0]
+  def program(model: PyTree, batch: PyTree) -> Sequence[jax.Array]:
+    return as_function(traced.replace(consts=model[0]))(*jax.tree.leaves((model[1], batch)))
 
-  staged = with_stages(
-    program, LayerOptions(pipeline=pipeline), microbatches, lambda _: ({}, ()), LayersUsed()
+  run = with_stages(
+    program,
+    LayerOptions(pipeline=pipeline),
+    microbatches,
+    lambda positions: ({}, positions if is_by_row else ()),
+    LayersUsed(),
   )
-  return staged(([*read], parameters), batch) / microbatches
+  found = run(([*read], parameters), batch)
+  return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
 @jax.custom_jvp
@@ -199,8 +179,7 @@ def _(primals: PyTree, tangents: PyTree) -> PyTree:
   )
 
 
-def _layers(parameters: PyTree) -> int:
-  """How many layers the parameters are of."""
+def _check_layers(parameters: PyTree) -> None:
   shapes = {
     jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(parameters)
   }
@@ -211,7 +190,6 @@ def _layers(parameters: PyTree) -> int:
       details=few([f"{name} {shape}" for name, shape in shapes.items()]) or "there are none",
       fix="jax.tree.map(lambda *xs: jnp.stack(xs), *parameters_of_each_layer)",
     )
-  return counts.pop()[0]
 
 
 def _check_batch(tree: PyTree, microbatches: int, replicas: int) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.errors import SchemeError
 
 Score = Literal["softmax", "sigmoid"]
@@ -39,6 +40,7 @@ class Routing:
   load: jax.Array
 
 
+@check_arguments(SchemeError)
 def route(
   logits: jax.Array | np.ndarray,
   top_k: int,
@@ -87,6 +89,8 @@ def route(
   Source: auxiliary loss: Fedus et al. 2021 (arXiv:2101.03961), with sigmoid as in arXiv:2412.19437; z-loss:
   Zoph et al. 2022 (arXiv:2202.08906); bias: Wang et al. 2024 (arXiv:2408.15664); groups: arXiv:2412.19437.
   """
+  if not logits.ndim:
+    raise SchemeError("route needs the logits of all experts, and got a number.", fix="route(router(x), 2)")
   _check(logits, top_k, score, bias, groups, top_groups, mask)
   count, logits = logits.shape[-1], logits.astype(jnp.float32)
   if mask is not None:  # padding may be NaN
@@ -178,6 +182,7 @@ def _check(
     )
 
 
+@check_arguments(SchemeError)
 def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1e-3) -> jax.Array:
   """Returns the next bias of a router: lower for experts with high loads, higher for the other experts.
 
@@ -194,6 +199,9 @@ def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1
   Returns:
     The bias for the next step.
 
+  Raises:
+    SchemeError: the bias and the load have other shapes.
+
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
     >>> nxp.parallel.balanced_bias(jnp.zeros(3), jnp.array([5, 2, 2]), 0.5).tolist()
@@ -202,4 +210,10 @@ def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1
   Source: Wang et al. 2024 (arXiv:2408.15664).
   """
   load = jnp.asarray(load, jnp.float32)
+  if bias.shape != load.shape:
+    raise SchemeError(
+      "balanced_bias needs a bias and a load for each expert.",
+      details=f"bias {bias.shape}, load {load.shape}",
+      fix="balanced_bias(bias, routing.load)",
+    )
   return bias + (rate * jnp.sign(load.mean() - load)).astype(bias.dtype)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, entry_of
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import AnyArray, Variable
@@ -33,6 +34,7 @@ _LOWEST = -1e30
 """The logit of a column that does not exist: finite, since a device may have only such columns."""
 
 
+@check_arguments(SchemeError, ignore_index=range(-(2**31), 2**31))
 def vocabulary_cross_entropy(
   hidden: jax.Array,
   head: jax.Array | Variable,
@@ -101,10 +103,10 @@ def vocabulary_cross_entropy(
       "the table of an embedding is transposed: table.T",
     )
   count = w.shape[1] if vocab_size is None else vocab_size
-  if parts < 1 or not 0 < count <= w.shape[1]:
+  if not 0 < parts <= math.prod(hidden.shape[:-1]) or not 0 < count <= w.shape[1]:
     raise SchemeError(
       f"parts={parts} and vocab_size={vocab_size} do not fit a head of {w.shape[1]} columns.",
-      fix=f"parts from 1 on; vocab_size from 1 to {w.shape[1]}.",
+      fix=f"parts from 1 to the number of tokens; vocab_size from 1 to {w.shape[1]}.",
     )
   split = _Split.of(hidden, head, axis=axis, tokens=y.shape)
   kind = _Kind(parts, count, label_smoothing, z_loss, softcap)
@@ -115,6 +117,7 @@ def vocabulary_cross_entropy(
   return losses if ignore_index is None else jnp.where(y == ignore_index, 0, losses)
 
 
+@check_arguments(SchemeError)
 def vocabulary_embedding(
   table: jax.Array | Variable, ids: jax.Array | np.ndarray, *, axis: str | Sequence[str] = "tensor"
 ) -> jax.Array:
@@ -153,6 +156,8 @@ def vocabulary_embedding(
     raise SchemeError(
       f"a table of shape {rows.shape} has no rows to look up.", fix="a table (vocabulary, features)."
     )
+  if not jnp.issubdtype(y.dtype, jnp.integer):
+    raise SchemeError(f"ids of {y.dtype} are no numbers of rows.", fix="ids.astype(jnp.int32)")
   split = _Split.of(ids, table, axis=axis, tokens=y.shape)
   exists = (y >= 0) & (y < rows.shape[0])
   found = _rows(split, split.padded(rows, 0), jnp.where(exists, y, 0))

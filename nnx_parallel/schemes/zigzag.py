@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from nnx_parallel.core.checked import check_arguments, is_array
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 
 
+@check_arguments(SchemeError, shards=range(1, 2**20))
 def zigzag(
   tree: PyTree,
   shards: int,
@@ -67,6 +70,13 @@ def zigzag(
   for name, value in {"shards": shards, "block": block}.items():
     if not isinstance(value, numbers.Integral) or value < 1:
       raise SchemeError(f"{name}={value!r} is not a number from 1 up.", fix=f"{name}=8, for example.")
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if not is_array(x) or not -x.ndim <= dim < x.ndim:
+      raise SchemeError(
+        f"tree{jax.tree_util.keystr(path)} has no dim {dim} of positions.",
+        details=f"{with_article(type(x).__name__)}, shape {getattr(x, 'shape', 'none')}",
+        fix="arrays of shape [batch, length, ...], and dim=1.",
+      )
   if segment_ids is not None:
     order = _order_of_documents(np.asarray(segment_ids), shards, dim, block)
     order = np.argsort(order, -1) if inverse else order
@@ -91,13 +101,13 @@ def zigzag(
 
 def _order_of_documents(segment_ids: np.ndarray, shards: int, dim: int, block: int) -> np.ndarray:
   """For each element in the new order, its old index, `[batch, length]`."""
-  count, (*batch, length) = 2 * shards, segment_ids.shape
-  if len(batch) != 1 or dim != 1:
+  if segment_ids.ndim != 2 or dim != 1:
     raise SchemeError(
       "documents are ordered in arrays of shape [batch, length, ...].",
       details=f"segment_ids {segment_ids.shape}, dim={dim}",
       fix="segment_ids of shape [batch, length], and dim=1.",
     )
+  count, length = 2 * shards, segment_ids.shape[1]
   _check_parts(length, shards, f"segment_ids {segment_ids.shape}, for {shards} shards")
   found = np.empty(segment_ids.shape, int)
   for row, ids in enumerate(segment_ids):

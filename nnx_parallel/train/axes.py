@@ -16,10 +16,12 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import auto_mesh, is_explicit, own_mesh
 from nnx_parallel.core.nodes import parts_of_type
 from nnx_parallel.core.shards import auto_sharding, computed_on_auto_axes
 from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
 from nnx_parallel.train.binding import Binding, Template
 from nnx_parallel.train.loss_call import call_loss
@@ -30,19 +32,12 @@ _REFUSED = "Auto"
 
 
 class Places(NamedTuple):
-  """The layout of arrays as a program sees them.
+  """The layout of arrays as a program sees them."""
 
-  Attributes:
-    mesh: the mesh of all arrays; None on one device.
-    shardings: the sharding of each array, if it has one.
-    scope: the scope of the plan, if there is one.
-    note: the axes that the program computes on, and why; empty on a mesh without Explicit axes.
-  """
-
-  mesh: Any
-  shardings: list[NamedSharding | None]
-  scope: Scope | None
-  note: str = ""
+  mesh: Any  # the mesh of all arrays; None on one device
+  shardings: list[NamedSharding | None]  # the sharding of each array, if it has one
+  scope: Scope | None  # the scope of the plan, if there is one
+  note: str = ""  # the axes that the program computes on, and why; empty on a mesh without Explicit axes
 
   def on_auto_axes(self) -> Places:
     """The same places on Auto axes."""
@@ -137,6 +132,7 @@ def states_shardings(error: BaseException) -> bool:
   return _REFUSED in str(error)
 
 
+@check_arguments(TrainError)
 def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
   """Lets a step of your own compute on Auto axes if its mesh has Explicit axes, as `train_step` does.
 

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.checked import check_arrays
 from nnx_parallel.core.jaxprs import is_tracer
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, value_of
@@ -113,13 +114,14 @@ class Bound(Binding):
       arrays = [as_pinned(x, where) for x, where in zip(arrays, self.variable_shardings, strict=True)]
     try:
       metrics = self.programs.find(arrays, self.raw, batch)(arrays, self.raw, batch)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
       self._explain(error, batch)
       raise
     return metrics, None if as_planned and not self.programs.is_new else self._news(arrays, batch)
 
   def trace(self, batch: PyTree) -> jax.stages.Traced:
     """The traced program for a batch, live or abstract."""
+    check_arrays(TrainError, "batch", batch)
     arrays = self.read()
     return self.programs.find(arrays, self.raw, batch).trace(arrays, self.raw, batch)
 
@@ -190,10 +192,11 @@ class Bound(Binding):
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Hashable, nnx.filterlib.Filter], batch: PyTree) -> Subject:
     """The subject of `check_gradients`: one loss, differentiated as in this step."""
+    check_arrays(TrainError, "batch", batch)
     self.programs.find(self.read(), self.raw, batch)  # decides which axes they compute on
     layout, places = self.programs.find_layout(batch), self.programs.places
     batch = places.placed(batch)
-    return Subject(self.options, loss_fn, self, batch, wrt, layout, places, self.programs.mend)
+    return Subject(self.options, loss_fn, self, batch, wrt, layout, places, layout.gather, self.programs.mend)
 
   def unplanned(self) -> list[str]:
     """The replicated arrays of planned models that are not in the plan, or not in this shape."""

@@ -31,13 +31,10 @@ DRAWS = frozenset(("random_bits", "random_split"))
 
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """The draws of a loss.
+  """The draws of a loss."""
 
-  Attributes:
-    dims: operation, and shapes of its keys and its result for one part -> the dim along which one key draws
-      for several examples, or None.
-  """
-
+  # operation, and shapes of its keys and its result for one part -> the dim along which one key draws for
+  # several examples, or None
   dims: dict[tuple[str, Shape, Shape], int | None] = dataclasses.field(default_factory=dict[Any, Any])
 
   def add(self, eqn: JaxprEqn, dim: int | None = None) -> bool:

@@ -31,25 +31,19 @@ _SLOPE = 0
 
 
 class Layout(NamedTuple):
-  """Where the arrays of a step are sharded, as seen from outside the program.
+  """Where the arrays of a step are sharded, as seen from outside the program."""
 
-  Attributes:
-    mesh: the mesh, or None on one device.
-    gradients: path in the models -> the sharding of its gradient: the array's sharding, or the sharding of
-      its optimizer state. None if it is on no mesh.
-    scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist,
-      in each microbatch.
-    used: mesh axes that split some array of the model.
-    batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
-    gather: what the losses gather where they read it.
-  """
-
-  mesh: Any
+  mesh: Any  # the mesh, or None on one device
+  # path in the models -> the sharding of its gradient: the array's sharding, or the sharding of its optimizer
+  # state. None if it is on no mesh.
   gradients: Mapping[Path, NamedSharding | None]
+  # the paths of gradients that take the sharding of their optimizer state as soon as they exist, in each
+  # microbatch
   scattered: frozenset[Path] = frozenset()
-  used: frozenset[str] = frozenset()
+  used: frozenset[str] = frozenset()  # mesh axes that split some array of the model
+  # mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown
   batch: tuple[str, ...] = ()
-  gather: Gather | None = None
+  gather: Gather | None = None  # what the losses gather where they read it
 
   def of(self, loss: Differentiable) -> Layout:
     """The layout for a loss, which may train some of the arrays only."""
@@ -66,44 +60,26 @@ class Layout(NamedTuple):
 
 
 class Total(NamedTuple):
-  """The results of a batch.
+  """The results of a batch."""
 
-  Attributes:
-    grads: for each trained array; float32 sums, not yet divided, if there are several parts.
-    terms: the terms, summed over the parts.
-    parts: the number of parts in the sum, local parts included.
-    rest: the arrays that the loss assigned.
-    how: where the gradients of replicas are reduced, as a phrase.
-  """
-
-  grads: Arrays
-  terms: Terms
-  parts: int
-  rest: Arrays
-  how: str
+  grads: Arrays  # for each trained array; float32 sums, not yet divided, if there are several parts
+  terms: Terms  # the terms, summed over the parts
+  parts: int  # the number of parts in the sum, local parts included
+  rest: Arrays  # the arrays that the loss assigned
+  how: str  # where the gradients of replicas are reduced, as a phrase
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-  """The gradients and terms of a loss, summed over `count` microbatches.
+  """The gradients and terms of a loss, summed over `count` microbatches."""
 
-  Attributes:
-    objective: the function to differentiate.
-    trained: the arrays with gradients.
-    rest: the other arrays.
-    count: the number of microbatches.
-    layouts: the layouts of the gradients.
-    changes: the arrays of `rest` that the objective changes.
-    tangents: a direction; the derivative along it takes the place of the gradients.
-  """
-
-  objective: Objective
-  trained: Arrays
-  rest: Arrays
-  count: int
-  layouts: Mapping[int, NamedSharding | None]
-  changes: Collection[int] = ()
-  tangents: Arrays | None = None
+  objective: Objective  # the function to differentiate
+  trained: Arrays  # the arrays with gradients
+  rest: Arrays  # the other arrays
+  count: int  # the number of microbatches
+  layouts: Mapping[int, NamedSharding | None]  # the layouts of the gradients
+  changes: Collection[int] = ()  # the arrays of `rest` that the objective changes
+  tangents: Arrays | None = None  # a direction; the derivative along it takes the place of the gradients
 
   def scan(self, batch: PyTree) -> tuple[Arrays, Terms, Arrays]:
     """Sums over the microbatches of this batch (local or global); also returns the changed arrays."""
@@ -238,23 +214,14 @@ def in_microbatches(
 
 
 class Once(NamedTuple):
-  """How replicas each sum their own gradients, which are then reduced once.
+  """How replicas each sum their own gradients, which are then reduced once."""
 
-  Attributes:
-    axes: the mesh axes of the replicas.
-    alone: whether each replica is one device, and only returns sums.
-    factors: for the loss, for the terms.
-    draws: the random numbers for the examples.
-    times: how many times the examples of a replica they were compared with.
-    changed: the leaves whose arrays the loss changes.
-  """
-
-  axes: tuple[str, ...]
-  alone: bool
-  factors: tuple[float, Terms]
-  draws: Draws
-  times: int
-  changed: set[int]
+  axes: tuple[str, ...]  # the mesh axes of the replicas
+  alone: bool  # whether each replica is one device, and only returns sums
+  factors: tuple[float, Terms]  # for the loss, for the terms
+  draws: Draws  # the random numbers for the examples
+  times: int  # how many times the examples of a replica they were compared with
+  changed: set[int]  # the leaves whose arrays the loss changes
 
   def total(
     self, summed: Accumulation, pieces: int, batch: PyTree, layout: Layout, reduction: DTypeLike | None

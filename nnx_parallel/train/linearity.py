@@ -63,12 +63,9 @@ _PLACES = ("padding", "padding_config", "start_indices", "strides", "window_dime
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """How a value of the batch's program follows from the values of the parts, times `parts ** power`.
+  """How a value of the batch's program follows from the values of the parts, times `parts ** power`."""
 
-  Attributes:
-    kind: equal in all parts; the parts' values along `dim`; their sum; zero; or "mixed", with the operation.
-  """
-
+  # equal in all parts; the parts' values along `dim`; their sum; zero; or "mixed", with the operation
   kind: Literal["same", "rows", "sum", "zero", "mixed"]
   power: Fraction = Fraction(0)
   dim: int = 0

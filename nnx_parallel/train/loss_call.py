@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import logging
 import re
 import traceback
-from collections.abc import Callable, Generator, Iterable, Sequence
-from types import TracebackType
+import types
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 from flax import errors, nnx
 
 from nnx_parallel.core.nodes import named_leaves, parts_of_type, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
-from nnx_parallel.core.types import LossFn, Model, PyTree
+from nnx_parallel.core.types import AnyArray, LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 
-logger = logging.getLogger("nnx_parallel")
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -113,7 +113,7 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
     layer, module = _layer(models, trace)
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
-      raise _on_explicit_axes(layer, error) from error
+      raise _on_explicit_axes(loss_fn, layer, error) from error
     if isinstance(error, NameError) and (axis := _UNBOUND.search(str(error))):
       raise _of_axis_name(layer, axis[1]) from error
     own = len(list(traceback.walk_tb(trace))) == 2  # of the loss function, and not of one that it calls
@@ -156,7 +156,8 @@ def _of_another_module(loss_fn: LossFn, batch: PyTree, error: BaseException) -> 
       fix='step({"model": model, "rngs": rngs}, {"model": optimizer}, batch), with a loss function of that'
       " dict, whose Variables the step writes back.",
     )
-  modules = [f"{name} ({type(x).__name__})" for name, x in _outside(loss_fn).items()]
+  outside = _outside(loss_fn).items()
+  modules = [f"{name} ({type(x).__name__})" for name, x in outside if isinstance(x, nnx.Pytree)]
   shown = ", ".join(modules) or "a module"
   return TrainError(
     f"the loss function changes a Variable of {shown}, which it does not get as an argument.",
@@ -166,44 +167,90 @@ def _of_another_module(loss_fn: LossFn, batch: PyTree, error: BaseException) -> 
   )
 
 
-def _outside(loss_fn: LossFn) -> dict[str, nnx.Pytree]:
-  """The modules that a loss function reads, and does not get as arguments, by name."""
-  try:
-    found = inspect.getclosurevars(inspect.unwrap(loss_fn))
-    outside = {**found.nonlocals, **found.globals}
-  except (TypeError, ValueError):  # not a Python function, or a name that is not assigned yet
-    outside = {}
-  return {name: x for name, x in outside.items() if isinstance(x, nnx.Pytree)}
+_AS_ARGUMENT = 'step({"model": model, "other": other}, {"model": optimizer}, batch)'
 
 
-def warn_outside(loss_fns: Iterable[LossFn], roots: Iterable[Model]) -> None:
-  """Warns of a loss function that reads the live model of the step in place of its argument."""
-  own = {id(leaf) for leaf in variables(tuple(roots)).values()}
-  for loss_fn in loss_fns:
-    for name, module in _outside(loss_fn).items():
-      if held := variables(module):
-        same = any(id(leaf) in own for leaf in held.values())
-        logger.warning(
-          "the loss function reads %s, which it does not get as an argument: its arrays are constants of the"
-          " compiled step%s. Fix: %s",
-          name,
-          ", and are not trained there" if same else ", which does not see later changes",
-          "use the argument"
-          if same
-          else 'step({"model": model, "other": other}, {"model": optimizer}, batch)',
-        )
+def _outside(loss_fn: Any) -> dict[str, Any]:
+  """What a loss function could read, and does not get as an argument, by name: modules, Variables, arrays."""
+  found: dict[str, Any] = {}
+  seen: set[int] = set()
+
+  def look(name: str, value: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_live):
+      if _is_live(x) or isinstance(x, jax.Array):
+        found.setdefault(name + jax.tree_util.keystr(path), x)
+      elif isinstance(x, types.FunctionType) and x.__module__ == module:  # a helper beside the loss
+        read(x)
+
+  def read(function: Any) -> None:
+    if id(function) in seen:
+      return
+    seen.add(id(function))
+    if isinstance(function, functools.partial):
+      look("an argument", (function.args, function.keywords))
+      return read(function.func)
+    if isinstance(function, types.MethodType):
+      look("self", getattr(function.__self__, "__dict__", None))
+    try:
+      held = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):  # not a Python function, or a name that is not assigned yet
+      return None
+    for name, value in {**held.nonlocals, **held.globals}.items():
+      look(name, value)
+    return None
+
+  inner = loss_fn
+  while isinstance(inner, functools.partial):
+    inner = inner.func
+  module = getattr(inner, "__module__", None)
+  read(loss_fn)
+  return found
 
 
-def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
+def _is_live(x: object) -> bool:
+  return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def check_reads(loss_fns: Iterable[LossFn], read: Iterable[AnyArray], own: Mapping[str, AnyArray]) -> None:
+  """Refuses (`TrainError`) a loss function that reads arrays of live modules beside its arguments.
+
+  `read` are the constants of its compiled program; `own` are the arrays of the step, by label. Arrays that
+  the loss function holds itself are constants on purpose.
+  """
+  constants = {id(x) for x in read}
+  if not constants:
+    return
+  outside = [item for loss_fn in loss_fns for item in _outside(loss_fn).items()]
+  constants -= {id(x) for _, x in outside if not _is_live(x)}
+  names = [label for label, x in own.items() if id(x) in constants]
+  fix = "read them from the argument of the loss function: def loss_fn(model, batch)."
+  if not names:
+    held = {
+      name: variables(x) if isinstance(x, nnx.Pytree) else {(): x} for name, x in outside if _is_live(x)
+    }
+    live = [((name, *path), leaf) for name, leaves in held.items() for path, leaf in leaves.items()]
+    names = [path_str(path) for path, leaf in live if id(value_of(leaf)) in constants]
+    fix = f'{_AS_ARGUMENT},\nwith a loss of that dict; evaluate({{"model": model, "other": other}}, batch).'
+  if names:
+    raise TrainError(
+      f"the loss function reads {few(names)} of a live module, and not from its arguments.",
+      details="they would be constants of the compiled step, which neither trains them nor sees them change",
+      fix=fix,
+    )
+
+
+def _on_explicit_axes(loss_fn: LossFn, layer: str, error: BaseException) -> TrainError:
+  others = [name for name, x in _outside(loss_fn).items() if _is_live(x)]
+  told = f"\nit reads {few(others)}, and not from its arguments: {_AS_ARGUMENT}" if others else ""
   return TrainError(
     f"{layer} does not give the sharding of its result, and other operations of the model state theirs.",
-    details=_first_line(error),
+    details=_first_line(error) + told,
     fix="out_sharding=... for that operation too; or state no shardings, or use nxp.constrain: the step then"
     " computes on Auto axes, where the compiler decides.",
   )
 
 
-def _layer(models: Model, trace: TracebackType | None) -> tuple[str, Any]:
+def _layer(models: Model, trace: types.TracebackType | None) -> tuple[str, Any]:
   """The innermost layer on the stack of an error: path, class and line of code; and the module, or None."""
   paths = {id(module): path_str(path) for path, module in nnx.iter_modules(models)}
   found = "the loss function", None

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import Optimizer, PyTree
@@ -25,21 +26,15 @@ _MINIMUM, _MAXIMUM = 1.0, 2.0**24
 
 
 class LossScaleState(NamedTuple):
-  """State of `with_loss_scale`.
+  """State of `with_loss_scale`."""
 
-  Attributes:
-    inner: state of the wrapped transformation.
-    scale: the factor of the loss, a float32 power of two.
-    good_steps: finite steps since the scale last changed.
-    skipped: the total number of steps whose gradients were not finite.
-  """
-
-  inner: PyTree
-  scale: jax.Array
-  good_steps: jax.Array
-  skipped: jax.Array
+  inner: PyTree  # state of the wrapped transformation
+  scale: jax.Array  # the factor of the loss, a float32 power of two
+  good_steps: jax.Array  # finite steps since the scale last changed
+  skipped: jax.Array  # the total number of steps whose gradients were not finite
 
 
+@check_arguments(TrainError)
 def with_loss_scale(
   tx: optax.GradientTransformation,
   *,
@@ -122,6 +117,7 @@ def with_loss_scale(
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
+@check_arguments(TrainError)
 def loss_scale_of(optimizer: Optimizer) -> jax.Array:
   """Returns the factor by which you multiply the loss before you differentiate it.
 

@@ -53,18 +53,13 @@ def weighted(sum: AnyArray, count: AnyArray) -> Weighted:
 
 
 class Terms(NamedTuple):
-  """The terms of one (micro)batch.
+  """The terms of one (micro)batch."""
 
-  Attributes:
-    sums: name -> float32 scalar, or an array for a summary; one of the names is `loss`.
-    counts: name -> float32, the divisor of the sum; None for a plain scalar, which counts as one whether the
-      part is large or small.
-    outputs: name -> array with the examples on dim 0.
-  """
-
-  sums: dict[str, Any]
+  sums: dict[str, Any]  # name -> float32 scalar, or an array for a summary; one of the names is `loss`
+  # name -> float32, the divisor of the sum; None for a plain scalar, which counts as one whether the part is
+  # large or small
   counts: dict[str, Any]
-  outputs: dict[str, jax.Array]
+  outputs: dict[str, jax.Array]  # name -> array with the examples on dim 0
 
 
 AUX = "aux"

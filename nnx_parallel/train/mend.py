@@ -1,6 +1,6 @@
 """Changes single operations of a step's program.
 
-- The kernel gradient of a grouped convolution is summed by hand (`GROUPED` in `layout/known_faults.py`).
+- The kernel gradient of a grouped convolution is summed by hand (`layout/known_faults.py`).
 - A Fourier transform on a CPU gets arrays in row-major order: XLA picks others for some, and then fails.
 - An element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`).
 """
@@ -14,6 +14,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.interpret import DEFAULT, NO_FACTS, Interpreter, is_walked
 from nnx_parallel.core.jaxprs import (
   as_function,
@@ -30,6 +31,7 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
 
 
+@check_arguments(TrainError)
 def with_correct_convolutions(run: Callable[..., PyTree], mesh: AnyMesh | None) -> Callable[..., PyTree]:
   """Returns `run` with correct kernel gradients of grouped convolutions on every mesh.
 

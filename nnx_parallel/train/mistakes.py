@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.checked import check_arrays
 from nnx_parallel.core.mesh import is_explicit
 from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -19,6 +18,8 @@ from nnx_parallel.train.binding import RESTORE, deleted, is_deleted, some_of
 
 # As jax 0.10 and 0.12 say it, in Python and in XLA, at the dispatch of a program: nothing has run then.
 _DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donated\.?$")
+
+_ARGUMENTS = TypeError, ValueError, OverflowError
 
 
 def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> None:
@@ -33,7 +34,11 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
   problem: TrainError | None = None
   if _DELETED.search(str(error)):
     problem = deleted(gone, len(labels)) if gone else _deleted_in(batch)
-  elif isinstance(error, (TypeError, ValueError)) and not isinstance(error, TrainError) and not gone:
+  elif (
+    isinstance(error, (TypeError, ValueError, OverflowError))
+    and not isinstance(error, TrainError)
+    and not gone
+  ):
     problem = _misplaced(labels, arrays, batch) or _no_array(batch) or _constrained_elsewhere(error)
   if problem is not None:
     raise problem from error
@@ -96,17 +101,10 @@ def _deleted_in(batch: PyTree) -> TrainError | None:
 
 def _no_array(batch: PyTree) -> TrainError | None:
   """The error for the first leaf of a batch that jax cannot take, if there is one."""
-  for name, leaf in named_leaves(batch):
-    dtype = getattr(leaf, "dtype", None)
-    if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__jax_array__"):
-      continue
-    if dtype is None or (isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in "OSUMm"):
-      kind = f"a {type(leaf).__name__}" + ("" if dtype is None else f" of {dtype}")
-      return TrainError(
-        f"{name} is {kind}, which no program can take.",
-        details=f"value {reprlib.repr(leaf)}",
-        fix="give a step arrays of numbers only; keep names and texts outside of the batch.",
-      )
+  try:
+    check_arrays(TrainError, "batch", batch)
+  except TrainError as error:
+    return error
   return None
 
 

@@ -31,33 +31,23 @@ CompilerOption = str | int | float | bool
 class StepOptions:
   """The loss function of a step, and the options of `train_step` or `eval_step`.
 
-  Attributes:
-    loss_fn: one loss function, or key -> loss function for several models that are trained in turn.
-    microbatches: the number of parts of each batch.
-    layers: how the layers of the loss, its attention and its head are computed.
-    outputs: names of metrics that are per-example arrays.
-    has_aux: whether the loss function returns any pytree beside the loss.
-    gradients: the layout of gradients; see `train_step`.
-    reduction: dtype in which replicas sum their gradients, or None.
-    pairs: whether metrics come as `(sum, count)` pairs.
-    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
-    compiler_options: options of XLA.
-
   Raises:
     TrainError: not a loss function, an invalid number of microbatches, an unknown gradient layout or
       reduction dtype, or compiler options that are no dict.
   """
 
+  # one loss function, or key -> loss function for several models that are trained in turn
   loss_fn: LossFn | Mapping[Any, LossFn]
-  microbatches: int = 1
+  microbatches: int = 1  # the number of parts of each batch
+  # how the layers of the loss, its attention and its head are computed
   layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
-  outputs: tuple[str, ...] = ()
-  gradients: Gradients | None = None
-  reduction: DTypeLike | None = None
-  pairs: bool = False
-  diagnostics: bool = False
-  compiler_options: Mapping[str, CompilerOption] | None = None
-  has_aux: bool = False
+  outputs: tuple[str, ...] = ()  # names of metrics that are per-example arrays
+  gradients: Gradients | None = None  # the layout of gradients; see `train_step`
+  reduction: DTypeLike | None = None  # dtype in which replicas sum their gradients, or None
+  pairs: bool = False  # whether metrics come as `(sum, count)` pairs
+  diagnostics: bool = False  # whether the norm of the gradients and the learning rate are among the metrics
+  compiler_options: Mapping[str, CompilerOption] | None = None  # options of XLA
+  has_aux: bool = False  # whether the loss function returns any pytree beside the loss
 
   def __post_init__(self) -> None:
     for loss_fn in self.losses:
@@ -66,6 +56,9 @@ class StepOptions:
           f"a step is made from a loss function, and not from {with_article(type(loss_fn).__name__)}.",
           fix="step = nxp.train_step(loss_fn), then step(model, optimizer, batch).",
         )
+    for name in ("has_aux", "pairs", "diagnostics"):
+      if not isinstance(getattr(self, name), (bool, np.bool_)):
+        raise TrainError(f"{name}={getattr(self, name)!r:.40} is neither True nor False.", fix=f"{name}=True")
     if not is_count(self.microbatches):
       raise TrainError(
         f"microbatches={self.microbatches!r:.40} is not a positive number.", fix="microbatches=1"
@@ -98,20 +91,23 @@ class StepOptions:
     return [*self.loss_fn.values()] if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
 
   def with_constants(self, constants: Constants) -> StepOptions:
-    """The options with a loss function to which these arguments are bound."""
+    """The options with loss functions to which these arguments are bound: of several, those that take one."""
+    if not constants:
+      return self
+    constants_key(constants)
     losses = self.loss_fn if isinstance(self.loss_fn, Mapping) else {None: self.loss_fn}
-    for loss_fn in losses.values():
-      try:
-        inspect.signature(loss_fn).bind_partial(**constants)
-      except TypeError as error:
-        raise TrainError(
-          f"the loss function takes {inspect.signature(loss_fn)}, and the step got {', '.join(constants)}.",
-          details=str(error),
-          fix="give the loss function such an argument; options of a step belong to train_step(...).",
-        ) from None
-      except ValueError:  # no Python function
-        continue
-    bound = {key: functools.partial(loss_fn, **constants) for key, loss_fn in losses.items()}
+    taken = {key: {n: x for n, x in constants.items() if takes_keyword(f, n)} for key, f in losses.items()}
+    missing = [name for name in constants if not any(name in found for found in taken.values())]
+    if missing:
+      which = (
+        "the loss function takes no" if len(losses) == 1 else f"none of {len(losses)} loss functions takes"
+      )
+      raise TrainError(
+        f"{which} {missing[0]}=, which the step got.",
+        details="\n".join(f"def loss_fn{inspect.signature(f)}" for f in losses.values()),
+        fix="give the loss function such an argument; options of a step belong to train_step(...).",
+      )
+    bound = {key: functools.partial(f, **taken[key]) if taken[key] else f for key, f in losses.items()}
     return dataclasses.replace(self, loss_fn=bound if isinstance(self.loss_fn, Mapping) else bound[None])
 
   def terms(self, result: PyTree, batch: PyTree) -> Terms:
@@ -140,6 +136,17 @@ class StepOptions:
   def turns(self) -> int:
     """How often the loss is called for a batch: a pipeline takes all microbatches at once."""
     return 1 if self.layers.pipeline is not None else self.microbatches
+
+
+def takes_keyword(function: LossFn, name: str) -> bool:
+  """Whether a function takes a keyword; those that do not say so may."""
+  try:
+    inspect.signature(function).bind_partial(**{name: None})
+  except TypeError:
+    return False
+  except ValueError:  # no Python function
+    return True
+  return True
 
 
 def constants_key(constants: Constants) -> Hashable:

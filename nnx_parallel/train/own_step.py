@@ -11,8 +11,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import Path, value_of, variables
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes as axes_of_batch
@@ -21,10 +23,12 @@ from nnx_parallel.layout.gather import Gather
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import Template
+from nnx_parallel.train.watch import objects_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@check_arguments(TrainError)
 def gather_on_read(loss_fn: F, model: Model | Plan, *, batch_axes: Sequence[str] | None = None) -> F:
   """Returns a loss for a step of your own that gathers parameters where it reads them, as `train_step` does.
 
@@ -61,6 +65,11 @@ def gather_on_read(loss_fn: F, model: Model | Plan, *, batch_axes: Sequence[str]
     >>> gradients.kernel.shape
     (16, 16)
   """
+  if not isinstance(model, Plan) and not all(isinstance(x, nnx.Pytree) for x in objects_in(model)):
+    raise TrainError(
+      f"gather_on_read needs a live model, and got {with_article(type(model).__name__)}.",
+      fix="gather_on_read(loss_fn, model), or gather_on_read(loss_fn, plan)",
+    )
   gather = _gather_of(model, batch_axes)
 
   @functools.wraps(loss_fn)

@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import path_str, value_of
 from nnx_parallel.core.types import Leaf, Model
 from nnx_parallel.errors import NnxParallelWarning, TrainError
@@ -28,6 +29,7 @@ NORMS = (
 """Layers that `Precision.norms` is for, with their subclasses."""
 
 
+@check_arguments(TrainError)
 @dataclasses.dataclass(frozen=True)
 class Precision:
   """The dtypes of a model, as one printable object.
@@ -92,6 +94,7 @@ class Precision:
       )
 
   @classmethod
+  @check_arguments(TrainError)
   def float32(cls, *, output_layers: Iterable[str] = ()) -> Precision:
     """Computes everything in float32.
 
@@ -104,6 +107,7 @@ class Precision:
     return cls(output_layers=tuple(output_layers))
 
   @classmethod
+  @check_arguments(TrainError)
   def bfloat16(cls, *, output_layers: Iterable[str] = ()) -> Precision:
     """Computes in bfloat16 with float32 parameters, gradients and norms.
 
@@ -116,6 +120,7 @@ class Precision:
     return cls(compute=jnp.bfloat16, output_layers=tuple(output_layers))
 
   @classmethod
+  @check_arguments(TrainError)
   def bfloat16_parameters(cls, *, masters: bool = True, output_layers: Iterable[str] = ()) -> Precision:
     """Keeps parameters and gradients in bfloat16 too, which halves the bytes to gather and reduce.
 
@@ -129,6 +134,7 @@ class Precision:
     return cls(jnp.bfloat16, jnp.bfloat16, output_layers=tuple(output_layers), masters=masters)
 
   @classmethod
+  @check_arguments(TrainError)
   def float16(cls, *, output_layers: Iterable[str] = ()) -> Precision:
     """Computes in float16 with float32 parameters and norms, and a dynamic loss scale.
 
@@ -140,6 +146,7 @@ class Precision:
     """
     return cls(compute=jnp.float16, output_layers=tuple(output_layers), loss_scale=True)
 
+  @check_arguments(TrainError)
   def apply(self, init: Callable[[], Model]) -> Callable[[], Model]:
     """Returns a constructor of the same module with these dtypes.
 
@@ -162,6 +169,7 @@ class Precision:
 
     return build
 
+  @check_arguments(TrainError)
   def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns the transformation that trains parameters of this policy.
 
@@ -179,7 +187,7 @@ class Precision:
         f"training {self.parameters} parameters without float32 masters loses updates below 1/512 of a"
         " parameter. Fix: Precision.bfloat16_parameters(masters=True)",
         NnxParallelWarning,
-        stacklevel=2,
+        stacklevel=3,
       )
     if self.loss_scale:
       return with_loss_scale(tx)
@@ -188,7 +196,7 @@ class Precision:
         "float16 without a loss scale loses gradients below 6e-8."
         " Fix: Precision.float16(), or loss_scale=True",
         NnxParallelWarning,
-        stacklevel=2,
+        stacklevel=3,
       )
     return tx
 

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_in, axes_of
+from nnx_parallel.core.jaxprs import constants
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import describe
@@ -25,7 +26,7 @@ from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import places_outside, states_shardings, with_types
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides, examples_over
-from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.loss_call import call_loss, check_reads
 from nnx_parallel.train.losses import Metrics, check_examples, means, pairs
 from nnx_parallel.train.mend import mended
 from nnx_parallel.train.options import StepOptions, is_scattered
@@ -43,15 +44,10 @@ Signature = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Compile:
-  """One compilation of a step.
+  """One compilation of a step."""
 
-  Attributes:
-    step: the number of the call that needed it, counted from 0.
-    reasons: what was new, one phrase for each item: an argument, its shape, dtype or layout, or a changed
-      attribute.
-  """
-
-  step: int
+  step: int  # the number of the call that needed it, counted from 0
+  # what was new, one phrase for each item: an argument, its shape, dtype or layout, or a changed attribute
   reasons: tuple[str, ...]
 
   def __str__(self) -> str:
@@ -98,15 +94,18 @@ class Programs:
     found = self._programs.get(layouts)
     if found is None:
       found = self._jit(batch)
-      if self._tries:  # the first program decides on which axes all of them compute
-        try:
-          found.trace(arrays, raw, batch)
-        except (TypeError, ValueError) as error:
-          if not states_shardings(error):
-            raise
-          self.places = self._outside.as_stated(error)
-          found = self._jit(batch)
-        self._tries = False
+      try:
+        traced = found.trace(arrays, raw, batch)
+      except (TypeError, ValueError) as error:
+        if not self._tries or not states_shardings(error):
+          raise
+        # The first program decides on which axes all of them compute.
+        self.places = self._outside.as_stated(error)
+        found = self._jit(batch)
+        traced = found.trace(arrays, raw, batch)
+      self._tries = False
+      own = dict(zip(self.argument_labels, [*arrays, *raw], strict=True))
+      check_reads(self.options.losses, constants(traced.jaxpr), own)
       self._programs[layouts] = found
     return found
 

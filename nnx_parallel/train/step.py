@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.nodes import named_leaves
@@ -30,7 +31,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
-from nnx_parallel.train.loss_call import check_several, warn_outside
+from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import (
   CompilerOption,
@@ -39,11 +40,12 @@ from nnx_parallel.train.options import (
   LossFn,
   StepOptions,
   constants_key,
+  takes_keyword,
 )
 from nnx_parallel.train.program import Compile, Programs, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
 from nnx_parallel.train.watch import Watch, objects_in
-from nnx_parallel.verify.check_gradients import checked
+from nnx_parallel.verify.check_gradients import DIRECTIONS, checked
 from nnx_parallel.verify.gradient_check import GradientCheck, merged
 
 _ABSENT: Any = object()
@@ -95,11 +97,11 @@ class _Step:
     _check_objects(roots)
     if "optimizer" in roots:
       check_outside(roots.values())
-      warn_outside(self.options.losses, roots.values())
     bounds = self._bounds
     # A weak reference calls this while the identity of its object, which the key has, is still its own.
-    options = self.options.with_constants(constants) if constants else self.options
-    made = Bound(options, roots, tuple(reasons), known, lambda _: bounds.pop(key, None))
+    made = Bound(
+      self.options.with_constants(constants), roots, tuple(reasons), known, lambda _: bounds.pop(key, None)
+    )
     bounds[key] = made
     return made
 
@@ -206,7 +208,9 @@ class TrainStep(_Step):
         few(unplanned),
       )
 
-  def lower(self, model: Model, optimizer: Optimizers = None, batch: PyTree = None) -> jax.stages.Lowered:
+  def lower(
+    self, model: Model, optimizer: Optimizers = None, batch: PyTree = None, **constants: Hashable
+  ) -> jax.stages.Lowered:
     """Lowers the step for these arguments, which may be abstract, without running it.
 
     Args:
@@ -215,6 +219,7 @@ class TrainStep(_Step):
       optimizer: the live optimizer; None with a plan.
       batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch. Arrays of the host, and structs
         without shardings, get the layout of the plan.
+      **constants: as in a call.
 
     Returns:
       A `jax.stages.Lowered`; call its `.compile()` for the memory and the cost.
@@ -227,8 +232,9 @@ class TrainStep(_Step):
       scope = default_scope(model.activation_rules)
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
+    _check_objects(roots)
     with no_mesh():
-      bound = Bound(self.options, roots, (), {})
+      bound = Bound(self.options.with_constants(constants), roots, (), {})
     with own_mesh(bound.mesh), scope:
       traced = bound.trace(bound.place(batch, abstract=True))
       self.layers = bound.programs.layers
@@ -236,23 +242,28 @@ class TrainStep(_Step):
         return traced.lower(lowering_platforms=(jax.default_backend(),))
       return traced.lower()
 
-  def compiled(self, model: Model, optimizer: Optimizers, batch: PyTree) -> jax.stages.Compiled:
+  @check_arguments(TrainError)
+  def compiled(
+    self, model: Model, optimizer: Optimizers, batch: PyTree, **constants: Hashable
+  ) -> jax.stages.Compiled:
     """Returns the program for these arguments. After a call with them, it is not compiled again.
 
     Args:
       model: as in a call.
       optimizer: as in a call.
       batch: as in a call.
+      **constants: as in a call.
 
     Returns:
       A `jax.stages.Compiled`: its text, memory and cost.
     """
-    bound = self._bind(model, optimizer)
+    bound = self._bind(model, optimizer, constants)
     with own_mesh(bound.mesh):
       traced = bound.trace(bound.place(batch, abstract=True))
       self.layers = bound.programs.layers
       return traced.lower().compile()
 
+  @check_arguments(TrainError, directions=DIRECTIONS)
   def check_gradients(
     self,
     model: Model,
@@ -262,7 +273,7 @@ class TrainStep(_Step):
     seed: int = 0,
     directions: int | None = None,
     by_group: bool = False,
-    tries: int = 8,
+    **constants: Hashable,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
 
@@ -276,7 +287,7 @@ class TrainStep(_Step):
       seed: the seed of the directions.
       directions: the number of directions; see `nxp.check_gradients`.
       by_group: whether to compare each group of equal layers, too.
-      tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix.
+      **constants: as in a call.
 
     Returns:
       A `GradientCheck`, which is true if nothing is wrong.
@@ -284,17 +295,16 @@ class TrainStep(_Step):
     Raises:
       TrainError: as in a call.
     """
-    bound = self._bind(model, optimizer)
+    bound = self._bind(model, optimizer, constants)
     filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
-    losses = self.options.loss_fn
+    losses = bound.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Hashable, GradientCheck] = {}
     with own_mesh(bound.mesh):
       for key, loss_fn in several.items():
         wrt = filters if key is None else {key: of_loss(key, filters)}
-        found[key] = checked(
-          bound.subject(loss_fn, wrt, bound.place(batch)), seed, directions, by_group=by_group, tries=tries
-        )
+        subject = bound.subject(loss_fn, wrt, bound.place(batch))
+        found[key] = checked(subject, seed, directions, by_group=by_group)
     return merged(found)
 
 
@@ -537,6 +547,13 @@ def _names(outputs: str | Sequence[str]) -> tuple[str, ...]:
   if not are_texts(outputs):
     raise TrainError(f"outputs={outputs!r:.60} names no metrics.", fix='outputs=("logits",)')
   return tuple(outputs)
+
+
+def bind_keywords(loss_fn: LossFn, options: dict[str, Any]) -> Any:
+  """`loss_fn` with those of the options that it takes and `train_step` does not; they leave the options."""
+  own = inspect.signature(train_step).parameters
+  names = [name for name in options if name not in own and takes_keyword(loss_fn, name)]
+  return StepOptions(loss_fn).with_constants({name: options.pop(name) for name in names}).loss_fn
 
 
 _ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}

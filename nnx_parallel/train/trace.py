@@ -41,19 +41,12 @@ are added to the gradients of other parts of the batch.
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-  """The trace of a loss for a part of a batch, as its author wrote it.
+  """The trace of a loss for a part of a batch, as its author wrote it."""
 
-  Attributes:
-    trace: its closed jaxpr.
-    results: the structure of its results.
-    kinds: how each result should follow from those of parts, for `linearity.factors`.
-    changed: the leaves whose arrays it changes.
-  """
-
-  trace: ClosedJaxpr
-  results: TreeDef
-  kinds: PyTree
-  changed: set[int]
+  trace: ClosedJaxpr  # its closed jaxpr
+  results: TreeDef  # the structure of its results
+  kinds: PyTree  # how each result should follow from those of parts, for `linearity.factors`
+  changed: set[int]  # the leaves whose arrays it changes
 
   @functools.cached_property
   def can_run(self) -> bool:
@@ -62,28 +55,18 @@ class Written:
 
 
 class Differentiable(NamedTuple):
-  """The loss of traced models as a function of the trained arrays.
+  """The loss of traced models as a function of the trained arrays."""
 
-  Attributes:
-    objective: the function to differentiate.
-    train: the trained arrays.
-    rest: the other arrays, and the loss scale if there is one.
-    template: the structure of the models.
-    write: `(part of the batch) -> ` its trace without the options of layers and without the loss scale.
-      Further calls of the objective for such a part do not trace the loss again.
-    inspect: `(part of the batch) -> ` its trace with the options of layers.
-    layers: how the layers of the loss were computed in its last trace.
-    parts: the number of microbatches that one call of the loss takes: more than one in a pipeline.
-  """
-
-  objective: Objective
-  train: Arrays
-  rest: Arrays
-  template: Template
+  objective: Objective  # the function to differentiate
+  train: Arrays  # the trained arrays
+  rest: Arrays  # the other arrays, and the loss scale if there is one
+  template: Template  # the structure of the models
+  # `(part of the batch) -> ` its trace without the options of layers and without the loss scale. Further
+  # calls of the objective for such a part do not trace the loss again.
   write: Callable[[PyTree], Written]
-  inspect: Callable[[PyTree], ClosedJaxpr]
-  layers: LayersUsed
-  parts: int = 1
+  inspect: Callable[[PyTree], ClosedJaxpr]  # `(part of the batch) -> ` its trace with the options of layers
+  layers: LayersUsed  # how the layers of the loss were computed in its last trace
+  parts: int = 1  # the number of microbatches that one call of the loss takes: more than one in a pipeline
 
   @property
   def paths(self) -> dict[int, Path]:
@@ -96,19 +79,13 @@ class _Pure:
   """An `Objective`: a loss function of modules as a function of their flat arrays.
 
   Its layers are marked as the options say, and otherwise computed as written.
-
-  Attributes:
-    options: the options of the step.
-    loss_fn: the loss function.
-    template: the structure of the modules.
-    used: receives how layers are computed.
-    known: the traces so far, by the types of the arguments.
   """
 
-  options: StepOptions
-  loss_fn: LossFn
-  template: Template
-  used: LayersUsed
+  options: StepOptions  # the options of the step
+  loss_fn: LossFn  # the loss function
+  template: Template  # the structure of the modules
+  used: LayersUsed  # receives how layers are computed
+  # the traces so far, by the types of the arguments
   known: dict[Hashable, Written] = dataclasses.field(default_factory=dict[Hashable, Written])
 
   def __call__(self, train: Arrays, rest: Arrays, part: PyTree) -> PyTree:

@@ -93,11 +93,21 @@ def check_plain_attributes(before: Mapping[str, object], objects: Model) -> None
     change = (
       "added" if old is _ABSENT else "removed" if new is _ABSENT else f"changed from {old!r} to {new!r}"
     )
+    own = name.rsplit(".", 1)[-1]
+    if own in ("deterministic", "use_running_average", "training"):
+      fix = (
+        "call model.train() or model.eval() before the step; or use another mode inside the loss function:"
+      )
+      fix += f"\nnnx.view(model, {own}={new!r})."
+    else:
+      fix = (
+        f"keep it in a Variable: {own} = nnx.Variable(jnp.zeros(())), which each step updates; or change it"
+      )
+      fix += " outside of the loss function."
     raise TrainError(
       f"the loss function {change.split()[0]} the attribute {name}.",
       details=f"{name} was {change}; a compiled step writes back Variables only",
-      fix=f"keep it in a Variable: {name.rsplit('.', 1)[-1]} = nnx.Variable(jnp.zeros(())), which each step"
-      " updates; or change it outside of the loss function.",
+      fix=fix,
     )
 
 

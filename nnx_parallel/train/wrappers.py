@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import parts_of_type, path_str, value_of, variables
@@ -22,29 +23,20 @@ from nnx_parallel.train.losses import is_low, widen
 
 
 class MastersState(NamedTuple):
-  """State of `with_masters`.
+  """State of `with_masters`."""
 
-  Attributes:
-    inner: state of the wrapped transformation, made for the masters.
-    masters: the parameters in float32; `optax.MaskedNode()` for parameters that need no copy.
-  """
-
-  inner: PyTree
-  masters: PyTree
+  inner: PyTree  # state of the wrapped transformation, made for the masters
+  masters: PyTree  # the parameters in float32; `optax.MaskedNode()` for parameters that need no copy
 
 
 class AverageState(NamedTuple):
-  """State of `with_ema`.
+  """State of `with_ema`."""
 
-  Attributes:
-    inner: state of the wrapped transformation.
-    average: the averaged parameters, at least float32.
-  """
-
-  inner: PyTree
-  average: PyTree
+  inner: PyTree  # state of the wrapped transformation
+  average: PyTree  # the averaged parameters, at least float32
 
 
+@check_arguments(TrainError)
 def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """Keeps a float32 copy of each bfloat16 or float16 parameter, and updates the copy.
 
@@ -95,6 +87,7 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
+@check_arguments(TrainError)
 def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
   """Keeps an exponential moving average of the trained parameters in the optimizer state.
 
@@ -139,6 +132,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
+@check_arguments(TrainError)
 def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
   """Returns a copy of a module that holds the averages of `with_ema`.
 
@@ -187,6 +181,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
   return module
 
 
+@check_arguments(TrainError, max_consecutive=range(2**31))
 def skip_nonfinite(
   tx: optax.GradientTransformation, max_consecutive: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -219,8 +214,6 @@ def skip_nonfinite(
     >>> int(optimizer.opt_state.total_notfinite[...]), bool((model.bias[...] == 0).all())
     (1, True)
   """
-  if max_consecutive is not None and max_consecutive < 0:
-    raise TrainError(f"max_consecutive={max_consecutive} is negative.", fix="0 or more; None for never.")
   inner = accept_extra(tx)
 
   def init(params: PyTree) -> optax.ApplyIfFiniteState:

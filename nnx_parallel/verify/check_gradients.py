@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -14,23 +13,21 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.mesh import own_mesh
 from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.known_faults import Fault, possible_faults
-from nnx_parallel.layout.leaf import Decision, LeafPlan
-from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.axes import places_of_loss
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import objects_in
-from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
-from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
-from nnx_parallel.verify.subject import Subject, inner, power_of_two
+from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison
+from nnx_parallel.verify.subject import Subject, power_of_two
 
 # Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -38,11 +35,11 @@ _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-
 _CLOSER = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}
 _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
-_COARSE = 0.5  # a tolerance beyond this sees no gradient that is twice too large
-_LEAVES = 16
-_BY_DEVICE = "by each device on its own"
+DIRECTIONS = range(1, 2**15)
+"""How many directions a check may have: the numbers of twice as many are the seeds of one check."""
 
 
+@check_arguments(TrainError, directions=DIRECTIONS)
 def check_gradients(
   model: Model,
   batch: PyTree,
@@ -52,7 +49,7 @@ def check_gradients(
   seed: int = 0,
   directions: int | None = None,
   by_group: bool = False,
-  tries: int = 8,
+  **constants: Hashable,
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
@@ -63,8 +60,9 @@ def check_gradients(
   the two differ, for groups of equal layers and for single leaves. The model does not change, and is not
   copied.
 
-  It checks the program that a `jax.jit` of your own would run, without `train_step`. To check the program of
-  a step, call `step.check_gradients`.
+  The gradient is that of a `jax.jit` of your own, without `train_step`. Forward mode gathers the parameters
+  where the loss reads them (`nxp.parallel.gather_on_read`), so that the layout cannot make it wrong too. To
+  check the program of a step, call `step.check_gradients`.
 
   It can miss an error that is, by chance, nearly orthogonal to the directions. If the gradient of one leaf of
   100 is twice too large, it passes in float32 once in 600 checks. In bfloat16 the rounding of other leaves
@@ -81,8 +79,7 @@ def check_gradients(
     directions: the number of directions; by default 1, or 2 if the loss computes in less than float32.
     by_group: whether to compare each group of equal layers, too. This costs one forward derivative for each
       group and direction. Use it in bfloat16, where the rounding of many leaves can hide one wrong leaf.
-    tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix. Each try
-      compiles two programs.
+    **constants: keyword arguments of the loss function, as in a call of a step.
 
   Returns:
     A `GradientCheck`, which is true if nothing is wrong.
@@ -105,7 +102,9 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
-  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
+  check_arrays(TrainError, "batch", batch)
+  loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
+  return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
 
 
 def coarsest_dtype(
@@ -122,18 +121,14 @@ def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.
   binding, options = Binding({"model": model}), StepOptions(loss_fn)
   with own_mesh(binding.mesh):
     places = places_of_loss(binding, loss_fn, batch, options)
-    layout, batch = Layout(places.mesh, {}), places.placed(batch)
-    return Subject(options, loss_fn, binding, batch, {None: wrt}, layout, places)
+    batch = places.placed(batch)
+    pairs = zip(binding.template.paths, places.shardings, strict=True)
+    reference = Gather.of({path[1:]: where for path, where in pairs}, batch_axes_of(batch), places.mesh)
+    return Subject(options, loss_fn, binding, batch, {None: wrt}, Layout(places.mesh, {}), places, reference)
 
 
 class Looks:
-  """Compares the derivatives of a subject, for any set of its leaves.
-
-  Args:
-    subject: the subject of the check.
-    seed: the seed of the directions.
-    directions: the number of directions; None: 1, or 2 in coarse dtypes.
-  """
+  """Compares the derivatives of a subject, for any set of its leaves."""
 
   def __init__(self, subject: Subject, seed: int = 0, directions: int | None = None):
     self.subject = subject
@@ -147,193 +142,68 @@ class Looks:
     loss, rows = subject.reverse(self.arrays, subject.batch, np.array(self.seeds))
     self.loss, rows = float(loss), np.asarray(rows, np.float64)
     self.norms, self.products = rows[0], rows[1:]
-    total = math.hypot(*self.norms[np.isfinite(self.norms)]) or abs(self.loss) or 1.0
-    self.floor = _FLOOR[self.dtype] * total
+    self.total = math.hypot(*self.norms[np.isfinite(self.norms)]) or abs(self.loss) or 1.0
+    self.floor = _FLOOR[self.dtype] * self.total
     self.factors, self.sizes = _weights(self.norms, self.floor)
-    self.loss_forward, self.cannot, self.too_large = math.nan, "", ""
+    self.loss_forward, self.cannot = math.nan, ""
     try:
       self.subject.forward.trace(self.arrays, subject.batch, self.seeds[0], self.factors.astype(np.float32))
     except (TypeError, ValueError, NotImplementedError) as error:
       # The reverse program was traced before, so this is about forward mode.
       self.cannot = str(error).split("\n")[0]
 
-  @functools.cached_property
-  def values(self) -> tuple[dict[str, float], Verdict, str]:
-    """The loss by each program, whether they agree, and why it was not checked."""
-    subject = self.subject
-    losses = {"with the gradient": self.loss}
-    if not math.isnan(self.loss_forward):
-      losses["by forward mode"] = self.loss_forward
-    if subject.together:
-      return losses, "not decided", subject.together
-    given = (self.arrays, subject.batch, self.seeds[0], np.zeros(len(self.factors), np.float32))
-    found = self._on_whole_arrays(subject.value_by_device, *given)
-    if found is None:
-      return losses, "not decided", self.too_large
-    value, size, _ = map(float, found)
-    allowed = LOSS_TOLERANCE[self.dtype] * max(abs(value), size)
-    if all(abs(loss - value) <= allowed for loss in losses.values()):
-      return {**losses, _BY_DEVICE: value}, "right", ""
-    # Perhaps the examples depend on each other (a contrastive loss).
-    together = self._on_whole_arrays(subject.by_device(slope=False, whole=True), *given)
-    if together is None:
-      return losses, "not decided", self.too_large
-    whole = float(together[0])
-    right = all(abs(loss - whole) <= allowed for loss in losses.values())
-    return {**losses, "by each device for all examples": whole}, "right" if right else "wrong", ""
-
-  @functools.cached_property
-  def by_device(self) -> PyTree:
-    """The derivative by a program that XLA does not partition."""
-    return self.subject.by_device(slope=True, whole=_BY_DEVICE not in self.values[0])
-
-  def look(
-    self, name: str, chosen: Sequence[int], *, closer: bool = False, by_device: bool = False
-  ) -> GradientComparison:
-    """Compares the derivatives along directions in the chosen leaves.
-
-    A closer look uses all directions, to decide. With `by_device`, it compares with the derivative by a
-    program that XLA does not partition, and not with forward mode on the layout.
-    """
+  def look(self, name: str, chosen: Sequence[int], *, closer: bool = False) -> GradientComparison:
+    """Compares the derivatives along directions in the chosen leaves; a closer look uses all directions."""
     which = list(chosen)
     factors = np.zeros(len(self.factors))
     factors[which] = self.factors[which]
     size = math.hypot(*(factors * self.sizes)[which])
     count = len(self.seeds) if closer else self.first
-    slopes = [self._slope(seed, factors, by_device) for seed in self.seeds[:count]]
-    forward, errors = np.array([slope for slope, _ in slopes]), [error for _, error in slopes]
-
-    def compared(products: np.ndarray) -> tuple[np.ndarray, float]:
-      """The gradient along the directions, and how much that differs from the derivatives."""
-      along = np.nansum(np.where(factors, products[:count] * factors, 0.0), axis=1)
-      return along, math.sqrt(np.mean((along - forward) ** 2)) / size
-
-    reverse, difference = compared(self.products)
-    tolerance = max(self.closer if closer else self.tolerance, 5 * max(errors) / size)
+    forward = np.array([self._slope(seed, factors) for seed in self.seeds[:count]])
+    reverse = np.nansum(np.where(factors, self.products[:count] * factors, 0.0), axis=1)
+    difference = math.sqrt(np.mean((reverse - forward) ** 2)) / size
     labels = tuple(self.subject.leaves[n][0] for n in which)
     one = factors[which[0]] if len(which) == 1 else size
     found = GradientComparison(
       name, labels, (*(reverse / one).tolist(),), (*(forward / one).tolist(),), difference, "right"
     )
-    why = ""
-    if difference <= tolerance < _COARSE:
-      return found
-    if self.cannot and any(self.subject.rules.values()):
-      why = "differences see the rounding"
-    elif tolerance >= _COARSE:
-      why = "differences are too coarse"
-    elif self.unstopped is not None and compared(self.unstopped)[1] <= tolerance:
-      why = "without stop_gradient the two agree"
-    elif difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
-      why = "perhaps zero but for rounding"
-    return dataclasses.replace(found, verdict="not decided" if why else "wrong", why=why or _said(found))
-
-  @functools.cached_property
-  def unstopped(self) -> np.ndarray | None:
-    """The products of the gradient without `stop_gradient`, where differences see through it."""
-    if not self.cannot or "stop_gradient" not in str(self.subject.trace):
-      return None
-    rows = self.subject.reverse_unstopped(self.arrays, self.subject.batch, np.array(self.seeds))[1]
-    return np.asarray(rows, np.float64)[1:]
-
-  def same_by_device(self, chosen: Sequence[int]) -> bool:
-    """Whether separate devices compute these gradients too: then the layout is not at fault."""
-    given = (self.arrays, self.subject.batch, np.array(self.seeds))
-    program = self.subject.gradients_by_device(whole=_BY_DEVICE not in self.values[0])
-    try:
-      program.trace(*given)
-    except (TypeError, ValueError, NotImplementedError):  # a rule for the backward pass has its own shard_map
-      return False
-    found = self._on_whole_arrays(program, *given)
-    if found is None:
-      return False
-    rows = np.asarray(found, np.float64)
-    off = np.sqrt(np.mean((rows - self.products) ** 2, 0)) / self.sizes
-    return bool((off[list(chosen)] <= self.closer).all())
-
-  def _on_whole_arrays(self, program: PyTree, *given: PyTree) -> PyTree:
-    """The results of a program that gathers all arrays on each device; None if they do not fit."""
-    try:
-      return jax.block_until_ready(program(*given))
-    except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
-        raise
-      first = str(error).split("\n")[0]
-      self.too_large = f"global arrays do not fit on one device: {first}"
-      return None
-
-  def _slope(self, seed: np.uint32, factors: np.ndarray, by_device: bool) -> tuple[float, float]:
-    """The derivative along a direction, and its possible error if it is computed by differences."""
     if self.cannot:
-      return self._differences(seed, factors)
-    given = (self.arrays, self.subject.batch, seed, factors.astype(np.float32))
-    found = self._on_whole_arrays(self.by_device, *given) if by_device else None
-    if found is not None:
-      return float(found[2]), 0.0
-    loss, slope = self.subject.forward(*given)
+      return dataclasses.replace(found, verdict="not decided", why="no forward mode")
+    if difference <= (self.closer if closer else self.tolerance):
+      return found
+    if difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
+      return dataclasses.replace(found, verdict="not decided", why="perhaps zero but for rounding")
+    return dataclasses.replace(found, verdict="wrong", why=_said(found))
+
+  def _slope(self, seed: np.uint32, factors: np.ndarray) -> float:
+    if self.cannot:
+      return math.nan
+    loss, slope = self.subject.forward(self.arrays, self.subject.batch, seed, factors.astype(np.float32))
     self.loss_forward = float(loss)
-    return float(slope), 0.0
-
-  def _differences(self, seed: np.uint32, factors: np.ndarray) -> tuple[float, float]:
-    """Central differences at several steps: the neighbours that agree best, and how far they may be off."""
-    size = math.hypot(*(factors * self.sizes))
-    chosen = factors > 0
-    # No parameter moves far for its size, and the loss does not either.
-    first = min(
-      0.02 * max(abs(self.loss), 1e-3) / size, 0.05 * float(np.min(self.spans[chosen] / factors[chosen]))
-    )
-    found: list[float] = []
-    rounding: list[float] = []
-    for step in (first, first / 4, first / 16, first / 64):
-      up, down = (
-        self.subject.shifted(self.arrays, self.subject.batch, seed, moved.astype(np.float32))
-        for moved in (step * factors, -step * factors)
-      )
-      found.append((float(up) - float(down)) / (2 * step))
-      rounding.append(float(jnp.finfo(up.dtype).eps) * abs(self.loss) / step)
-    errors = np.maximum(abs(np.diff(found)), rounding[1:])
-    best = int(errors.argmin())
-    return found[best + 1], float(errors[best])
-
-  @functools.cached_property
-  def spans(self) -> np.ndarray:
-    """The root mean square of each trained array; 1 for an array of zeros."""
-    arrays = [self.arrays[position] for position in self.subject.positions]
-    return np.array([math.sqrt(float(inner(x, jnp.conj(x))) / max(x.size, 1)) or 1.0 for x in arrays])
+    return float(slope)
 
 
-def checked(subject: Subject, *args: Any, **options: Any) -> GradientCheck:
+def checked(
+  subject: Subject, seed: int = 0, directions: int | None = None, *, by_group: bool = False
+) -> GradientCheck:
   """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
   with subject.places.active():
-    return _checked(subject, *args, **options)
-
-
-def _checked(
-  subject: Subject,
-  seed: int = 0,
-  directions: int | None = None,
-  *,
-  by_group: bool = False,
-  tries: int = 8,
-) -> GradientCheck:
-  check_examples(subject.batch)
-  looks = Looks(subject, seed, directions)
-  leaves = subject.leaves
-  lost = _not_finite(leaves, looks.norms)  # the remaining leaves tell nothing then
-  found, by_device = (lost, False) if lost else _looked(looks, by_group)
-  losses, verdict, why = looks.values
-  not_checked = [f"the loss itself: {why}; nxp.check_step compares two layouts"] if why else []
-  if looks.cannot:
-    not_checked.append(f"by forward mode, so by central differences: {looks.cannot}")
+    check_examples(subject.batch)
+    looks = Looks(subject, seed, directions)
+    leaves = subject.leaves
+    lost = _not_finite(leaves, looks.norms)  # the remaining leaves tell nothing then
+    found = lost or _looked(looks, by_group)
   wrong = [n for n, leaf in enumerate(leaves) if any(not x and x.leaves == leaf[:1] for x in found)]
-  notes, fix = [] if lost else _notes(looks, found[0], by_device), ""
+  losses, verdict = {"with the gradient": looks.loss}, "not decided"
+  if not math.isnan(looks.loss_forward):
+    losses["by forward mode"] = looks.loss_forward
+    allowed = LOSS_TOLERANCE[looks.dtype] * max(abs(looks.loss_forward), looks.total)
+    verdict = "right" if abs(looks.loss - looks.loss_forward) <= allowed else "wrong"
+  fix = ""
   if lost:
     fix = 'jax.config.update("jax_debug_nans", True), to see which operation gives the first NaN.'
   elif verdict == "wrong" or not all(found):
-    more, fix = _remedies(looks, seed, wrong, by_device, tries)
-    notes += more
-  if looks.too_large and looks.too_large != why:
-    not_checked.append(looks.too_large)
+    fix = _fix(subject)
   mesh = subject.places.mesh
   return GradientCheck(
     comparisons=tuple(found),
@@ -345,130 +215,56 @@ def _checked(
     layouts={leaves[n][0]: where.spec for n in wrong if (where := leaves[n][1]) is not None},
     mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
     batch=batch_axes_of(subject.batch),
-    not_checked=tuple(not_checked),
-    notes=tuple(notes),
+    not_checked=(f"the gradients: forward mode cannot compute this loss: {looks.cannot}",)
+    * bool(looks.cannot),
+    notes=() if lost or looks.cannot else tuple(_notes(looks, found[0])),
     fix=fix,
   )
 
 
-def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientComparison], bool]:
-  """All comparisons, and whether they are of the gradients that each device computes separately."""
+def _looked(looks: Looks, by_group: bool) -> list[GradientComparison]:
   leaves = looks.subject.leaves
-  every = range(len(leaves))
-  found = [looks.look("all", every)]
-  by_device = not found[0] and not looks.cannot and not looks.values[2]
-  if by_device:
-    found = [looks.look("all", every, by_device=True)]
+  first = looks.look("all", range(len(leaves)))
+  if first.verdict == "not decided" or (first and not by_group):
+    return [first]
   if len(leaves) == 1:
-    return found if found[0] else [
-      looks.look(leaves[0][0], every, closer=True, by_device=by_device)
-    ], by_device
-  if found[0] and not by_group:
-    return found, by_device
+    return [first if first else looks.look(leaves[0][0], [0], closer=True)]
+  found: list[GradientComparison] = []
   for name, group in _groups(leaves):
-    together = looks.look(name, group, closer=True, by_device=by_device)
+    together = looks.look(name, group, closer=True)
     found.append(together)
     if not together and len(group) > 1:
-      found += _closer(looks, group, by_device)
-  if not found[0] and found[0].difference <= looks.closer and all(found[1:]):
-    found[0] = dataclasses.replace(found[0], verdict="not decided", why="no single group is wrong")
-  return found, by_device
+      found += [looks.look(leaves[n][0], [n], closer=True) for n in group]
+  if not first and first.difference <= looks.closer and all(found):
+    first = dataclasses.replace(first, verdict="not decided", why="no single group is wrong")
+  return [first, *found]
 
 
-def _closer(looks: Looks, group: Sequence[int], by_device: bool) -> list[GradientComparison]:
-  """Compares the leaves of a wrong group: one by one, or first in halves if there are many."""
-  names = [looks.subject.leaves[n][0] for n in group]
-  if len(group) <= _LEAVES:
-    return [
-      looks.look(name, [n], closer=True, by_device=by_device) for name, n in zip(names, group, strict=True)
-    ]
-  found: list[GradientComparison] = []
-  half = len(group) // 2
-  for some in (slice(half), slice(half, None)):
-    name = f"{names[some][0]} to {names[some][-1]}"
-    found.append(looks.look(name, group[some], closer=True, by_device=by_device))
-    found += [] if found[-1] else _closer(looks, group[some], by_device)
-  return found
-
-
-def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str]:
+def _notes(looks: Looks, first: GradientComparison) -> list[str]:
   """The remarks that a table does not contain."""
   notes: list[str] = []
-  if by_device and first:
-    notes.append("forward mode is wrong on this layout; each gradient is computed on each device on its own")
-  words = [name for name, rounds in looks.subject.rules.items() if rounds]
-  if words and not looks.cannot:
+  if words := [name for name, rounds in looks.subject.rules.items() if rounds]:
     notes.append(f"{few(words)}: rounds, so that its reverse rule is taken at its word")
   silent = [leaf[0] for leaf, norm in zip(looks.subject.leaves, looks.norms, strict=True) if norm == 0]
   if silent and first:
-    notes.append(f"{few(silent)}: no gradient, by any way: the loss does not depend on it, or stops it")
+    notes.append(f"{few(silent)}: no gradient, by either mode: the loss does not depend on it, or stops it")
   return notes
 
 
-def _remedies(
-  looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
-) -> tuple[list[str], str]:
-  """The likely cause, and how to fix it."""
-  subject, alone = looks.subject, looks.subject.on_one_device
-  if alone or (wrong and not looks.values[2] and looks.same_by_device(wrong)):
-    rules = f" ({few(list(subject.rules))})" if subject.rules else ""
-    reason = "there is one device" if alone else "each device alone computes the same gradients"
-    said = (
-      f"the layout is not at fault, since {reason}: a rule for the backward pass{rules} is not the derivative"
-      " of the forward pass"
-    )
-    return [said], "make the rule the derivative; where it differs on purpose, train without this check."
-  notes = [f"a known XLA error on such a layout: {fault}" for fault in _known(subject)]
-  if tries:
-    option, said = _mended(looks, seed, wrong or range(len(subject.leaves)), by_device, tries)
-    notes.append(said)
-    if option is not None:
-      return notes, f"lay {option.name} out as {option.sharding.spec}."
+def _fix(subject: Subject) -> str:
+  """How to get right gradients, by the likely cause."""
+  rules = f"the rule of {few(list(subject.rules))} is" if subject.rules else "a rule for the backward pass is"
+  unless = f"{rules} not the derivative, perhaps on purpose"
+  mesh = subject.places.mesh
+  if mesh is None or mesh.size == 1:
+    return f"{unless}."
+  other = f"Unless {unless}."
   if len(subject.binding.names) > 1:
-    return notes, "another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two."
-  return notes, "nxp.train_step, which avoids known XLA errors; its check_gradients tells."
-
-
-def _known(subject: Subject) -> list[Fault]:
-  """The known faults of XLA that this layout may meet."""
-  mesh: Any = subject.places.mesh
-  model = subject.binding.template.build(subject.arrays)[0]
-  scope = subject.places.scope
-  rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
-  leaves = [
-    LeafPlan(
-      "model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("replicated", ""), mesh
-    )
-    for name, where, x in subject.leaves
-    if where is not None
-  ]
-  module = model if isinstance(model, nnx.Module) else None
-  found = possible_faults(leaves, module, rules, batch_axes_of(subject.batch), dict(mesh.shape))
-  return [fault for fault, _ in found]
-
-
-def _mended(
-  looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
-) -> tuple[Relayout | None, str]:
-  """Tries other layouts of the wrong leaves, then of all leaves in their modules, smallest change first."""
-  subject, leaves = looks.subject, looks.subject.leaves
-  modules = {leaves[n][0].rpartition(".")[0] for n in wrong}
-  groups = _groups(leaves)
-  own = [group for group in groups if set(group[1]) & set(wrong)]
-  near = [g for g in groups if g not in own and leaves[g[1][0]][0].rpartition(".")[0] in modules]
-  tried: list[str] = []
-  for some in (own, near):
-    every: list[Relayout] = []
-    for name, positions in some:
-      _, where, array = leaves[positions[0]]
-      every += [] if where is None else relayouts(name, positions, array, where)
-    for option in cheapest(every)[: tries - len(tried)]:
-      relaid = dict.fromkeys(option.positions, option.sharding)
-      other = Looks(dataclasses.replace(subject, relaid=relaid), seed, looks.first)
-      if other.look("all", range(len(leaves)), by_device=by_device) and other.values[1] != "wrong":
-        return option, f"{option} makes the loss and all gradients right: compiled and checked"
-      tried.append(f"{option.name} as {option.sharding.spec}")
-  return None, f"no change of a single layout corrects everything; tried {', '.join(tried) or 'none'}"
+    return f"another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two. {other}"
+  return (
+    "nxp.train_step, or nxp.parallel.gather_on_read(loss_fn, model) in a step of your own (beside"
+    f" nxp.verify.with_correct_convolutions for grouped ones). {other}"
+  )
 
 
 def _not_finite(

@@ -13,12 +13,15 @@ import numpy as np
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.text import Shown, text_table, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
+from nnx_parallel.train.step import bind_keywords
 from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest_dtype
 from nnx_parallel.verify.gradient_check import rounded
 
@@ -110,6 +113,7 @@ class StepCheck(Shown):
     return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{summary}"
 
 
+@check_arguments(TrainError)
 @no_mesh()
 def check_step(
   plan: nxp.Plan,
@@ -131,8 +135,8 @@ def check_step(
       device.
     loss_fn: as for `train_step`.
     batch: one host batch.
-    **options: arguments of `train_step`, for both layouts. One device sums no gradients of replicas, so
-      `reduction` then applies to the first layout only.
+    **options: arguments of `train_step`, for both layouts, and keyword arguments of the loss function. One
+      device sums no gradients of replicas, so `reduction` then applies to the first layout only.
 
   Returns:
     A `StepCheck`, which is true if both layouts agree within the rounding of the dtypes.
@@ -168,6 +172,7 @@ def check_step(
       "a plan without an optimizer has no step to check.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",
     )
+  loss_fn = bind_keywords(loss_fn, options)
   first = nxp.create_sharded_model(plan)
   second = nxp.reshard(first[0], other, optimizer=first[1])
   dtype = coarsest_dtype(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)

@@ -22,8 +22,7 @@ class GradientComparison:
     name: the leaves, with `*` for the numbers of layers.
     leaves: their dotted paths.
     reverse: the product of the gradient with each direction.
-    forward: the derivative of the loss along each direction, in forward mode or, if that is impossible, by
-      central differences.
+    forward: the derivative of the loss along each direction, in forward mode; NaN if that is impossible.
     difference: the difference between `reverse` and `forward` (root mean square over the directions),
       relative to the value that is typical for a gradient of this norm.
     verdict: `"right"`, `"wrong"` or `"not decided"`.

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.interpret import DEFAULT, rewritten
 from nnx_parallel.core.jaxprs import (
   as_function,
@@ -29,15 +28,15 @@ from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Program, PyTree, Value
 from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
-from nnx_parallel.layout.constrain import default_scope, mapped_axes
+from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.axes import Places
 from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.gradients import Layout, loss_of, slope_of
+from nnx_parallel.train.gradients import Layout, slope_of
 from nnx_parallel.train.loss_scale import common_scale
-from nnx_parallel.train.losses import mean, means
+from nnx_parallel.train.losses import means
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.trace import Arrays, Differentiable, differentiable, why_not_by_replica
+from nnx_parallel.train.trace import Arrays, Differentiable, differentiable
 from nnx_parallel.train.update import gradients_of, keyed
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09)
@@ -49,18 +48,9 @@ Compiled: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-  """A loss of live objects, and the programs that differentiate it.
+  """A loss of live objects, and the two programs that differentiate it on their layout.
 
-  Attributes:
-    options: the options of the step.
-    loss_fn: the loss.
-    binding: the live objects: a model, and its optimizer if there is one.
-    batch: one batch, in the layout of the programs.
-    wrt: the filter of the trained Variables, by the key of their model.
-    layout: the layout of the gradients.
-    places: the places of the arrays in the programs.
-    mend: corrects operations of a program, as in the step.
-    relaid: other layouts to try, by position among the trained arrays.
+  `layout` has what the gradient gathers where the loss reads it, and `reference` what forward mode does.
   """
 
   options: StepOptions
@@ -70,56 +60,68 @@ class Subject:
   wrt: Mapping[Hashable, nnx.filterlib.Filter]
   layout: Layout
   places: Places
+  reference: Gather | None
   mend: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] = lambda program: program
-  relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
   @property
   def arrays(self) -> list[jax.Array]:
-    """The arrays of all programs: the arrays of the live objects, including arrays outside of Variables.
+    """The arrays of both programs: those of the live objects, including arrays outside of Variables.
 
     They are not kept here: a step copies an array with another holder instead of donating it.
     """
-    arrays = self._placed
-    for n, where in self.relaid.items():
-      arrays[self.positions[n]] = jax.device_put(arrays[self.positions[n]], where)
-    return arrays
-
-  @property
-  def _placed(self) -> list[jax.Array]:
     return self.places.placed(self.binding.leaves())
-
-  @property
-  def _abstract(self) -> list[jax.ShapeDtypeStruct]:
-    return [_abstract(x) for x in self._placed]
-
-  @functools.cached_property
-  def positions(self) -> list[int]:
-    """The position of each trained array among all arrays."""
-    loss, _ = self._pieces(self._abstract)
-    return [self.binding.template.index[(0, *path)] for path in loss.paths.values()]
-
-  @property
-  def _parts(self) -> int | None:
-    return None if self.options.in_one_piece else self.options.turns
 
   @functools.cached_property
   def leaves(self) -> list[tuple[str, NamedSharding | None, AnyArray]]:
     """Dotted path, layout and abstract value of each trained array."""
-    loss, _ = self._pieces(self._abstract)
-    own = self.places.shardings
+    loss, _ = self._pieces([_abstract(x) for x in self.arrays])
+    own, index = self.places.shardings, self.binding.template.index
     return [
-      (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
-      for n, (path, array) in enumerate(zip(loss.paths.values(), loss.train.values(), strict=True))
+      (path_str(path), own[index[(0, *path)]], array)
+      for path, array in zip(loss.paths.values(), loss.train.values(), strict=True)
     ]
 
-  @property
-  def _gather(self) -> Gather | None:
-    """What the loss gathers, as in the step, with the layouts to try."""
-    found, paths = self.layout.gather, self.binding.template.paths
-    if found is None or not self.relaid:
-      return found
-    moved = {paths[self.positions[n]][1:]: tuple(map(axes_of, x.spec)) for n, x in self.relaid.items()}
-    return dataclasses.replace(found, reads={**found.reads, **moved})
+  @functools.cached_property
+  def reverse(self) -> Compiled:
+    """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
+
+    def reverse(arrays: list[jax.Array], batch: PyTree, seeds: jax.Array) -> PyTree:
+      with default_scope(self.places.scope):
+        loss, scale = self._pieces(arrays, self.layout.gather)
+        total, found = gradients_of(self.options, loss, batch, self.layout)
+      grads = [pinned(g, where) for g, (_, where, _) in zip(found.values(), self.leaves, strict=True)]
+      norms = [jnp.sqrt(inner(g, jnp.conj(g))) for g in grads]
+      products = [
+        [inner(g, pinned(signs(seed, n, g), self.leaves[n][1])) for n, g in enumerate(grads)]
+        for seed in seeds
+      ]
+      rows = jnp.stack([jnp.stack(row) for row in (norms, *products)])
+      return means(total.terms, total.parts)["loss"], _unscaled(rows, scale)
+
+    return self._compiled(reverse)
+
+  @functools.cached_property
+  def forward(self) -> Compiled:
+    """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
+    parts = None if self.options.in_one_piece else self.options.turns
+
+    def forward(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
+      with default_scope(self.places.scope):
+        loss, scale = self._pieces(arrays, self.reference)
+        tangents: Arrays = {}
+        for n, (i, x) in enumerate(loss.train.items()):
+          tangents[i] = pinned(signs(seed, n, x) * factors[n].astype(x.dtype), self.leaves[n][1])
+        plain = _changed(without_own_rules, loss.objective) if self.rules else loss.objective
+        value, slope = slope_of(loss._replace(objective=plain), tangents, batch, parts)
+      return value, _unscaled(slope, scale)
+
+    return self._compiled(forward)
+
+  def _compiled(self, program: Callable[..., PyTree]) -> Compiled:
+    mesh: Any = self.places.mesh
+    # Numbers that each process of a job can read.
+    placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
+    return jax.jit(self.mend(program), **placed)
 
   def _pieces(
     self, arrays: Sequence[AnyArray], gather: Gather | None = None
@@ -133,174 +135,6 @@ class Subject:
     return differentiable(self.options, self.loss_fn, models, self.wrt, scale, gather), scale
 
   @functools.cached_property
-  def reverse(self) -> Compiled:
-    """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
-    return self._reverse(lambda objective: objective)
-
-  @functools.cached_property
-  def reverse_unstopped(self) -> Compiled:
-    """`reverse`, without `jax.lax.stop_gradient`."""
-    return self._reverse(functools.partial(_changed, without_stops))
-
-  def _reverse(self, change: Callable[[Any], Any]) -> Compiled:
-    def reverse(arrays: list[jax.Array], batch: PyTree, seeds: jax.Array) -> PyTree:
-      with default_scope(self.places.scope):
-        loss, scale = self._pieces(arrays, self._gather)
-        loss = loss._replace(objective=change(loss.objective))
-        paths = [*loss.paths.values()]
-        relaid = {paths[n]: where for n, where in self.relaid.items()}
-        layout = self.layout._replace(gradients={**self.layout.gradients, **relaid})
-        total, found = gradients_of(self.options, loss, batch, layout)
-      grads = [pinned(g, where) for g, (_, where, _) in zip(found.values(), self.leaves, strict=True)]
-      norms = [jnp.sqrt(inner(g, jnp.conj(g))) for g in grads]
-      products = [
-        [inner(g, pinned(signs(seed, n, g), self.leaves[n][1])) for n, g in enumerate(grads)]
-        for seed in seeds
-      ]
-      rows = jnp.stack([jnp.stack(row) for row in (norms, *products)])
-      return means(total.terms, total.parts)["loss"], _unscaled(rows, scale)
-
-    return self._compiled(reverse)
-
-  def _compiled(self, program: Callable[..., PyTree]) -> Compiled:
-    mesh: Any = self.places.mesh
-    # Numbers that each process of a job can read.
-    placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
-    return jax.jit(self.mend(program), **placed)
-
-  @functools.cached_property
-  def forward(self) -> Compiled:
-    """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
-
-    def forward(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
-      with default_scope(self.places.scope):
-        loss, scale = self._pieces(arrays, self._gather)
-        tangents = self._direction(loss, seed, factors)
-        plain = loss._replace(objective=self._plain(loss.objective))
-        value, slope = slope_of(plain, tangents, batch, self._parts)
-      return value, _unscaled(slope, scale)
-
-    return self._compiled(forward)
-
-  @functools.cached_property
-  def shifted(self) -> Compiled:
-    """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
-
-    def shifted(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
-      with default_scope(self.places.scope):
-        loss, scale = self._pieces(arrays, self._gather)
-        train = jax.tree.map(jnp.add, loss.train, self._direction(loss, seed, factors))
-        value = loss_of(loss._replace(train=train), batch, self.options.turns)
-      return _unscaled(value, scale)
-
-    return self._compiled(shifted)
-
-  def by_device(self, *, slope: bool, whole: bool = False) -> Compiled:
-    """The loss, and if `slope` its derivative, by a program that leaves nothing for a compiler to partition.
-
-    The result is `(arrays, batch, seed, factors) -> loss, mean of its sizes on the devices, slope`. With
-    `whole`, each device computes the global batch instead of its own examples.
-    """
-
-    def local(loss: Differentiable, batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
-      terms_of = functools.partial(_loss_terms, self._plain(loss.objective), loss.rest, batch)
-      (total, count), change = terms_of(loss.train), jnp.zeros(())
-      if slope:
-        tangents = self._direction(loss, seed, factors, pin=False)
-        _, (change, _) = jax.jvp(terms_of, (loss.train,), (tangents,))
-      return [total, abs(total), change], count
-
-    return self._manual(local, whole)
-
-  @functools.cached_property
-  def value_by_device(self) -> Compiled:
-    """`by_device` without the slope; compiled once."""
-    return self.by_device(slope=False)
-
-  def gradients_by_device(self, *, whole: bool = False) -> Compiled:
-    """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program without partitioning."""
-
-    def local(loss: Differentiable, batch: PyTree, seeds: jax.Array) -> PyTree:
-      terms_of = functools.partial(_loss_terms, loss.objective, loss.rest, batch)
-      grads, count = jax.grad(terms_of, has_aux=True)(loss.train)
-      return [
-        jnp.stack([inner(g, signs(seed, n, g)) for n, g in enumerate(grads.values())]) for seed in seeds
-      ], count
-
-    return self._manual(local, whole)
-
-  def _manual(self, local: Callable[..., PyTree], whole: bool) -> Compiled:
-    """Means over the examples, from the sums of `local(loss, batch, ...)` per device; arrays are global."""
-    mesh: Any = self.places.mesh
-    axes = tuple(mesh.axis_names)
-    specs = [_spec(x) for x in self.arrays]
-    split = PartitionSpec() if whole else PartitionSpec(axes)
-
-    def summed(arrays: list[jax.Array], batch: PyTree, rest: PyTree) -> PyTree:
-      gathered = [_gathered(x, spec) for x, spec in zip(arrays, specs, strict=True)]
-      sums, count = jax.lax.psum(local(self._pieces(gathered)[0], batch, *rest), axes)
-      return [mean(x, count.astype(x.dtype)) for x in sums]
-
-    def manual(arrays: list[jax.Array], batch: PyTree, *rest: PyTree) -> PyTree:
-      parts = jax.tree.map(lambda x: split if jnp.ndim(x) else PartitionSpec(), batch)
-      with default_scope(self.places.scope):
-        return jax.shard_map(
-          summed,
-          mesh=mesh,
-          in_specs=(specs, parts, PartitionSpec()),
-          out_specs=PartitionSpec(),
-          check_vma=False,
-        )(arrays, batch, rest)
-
-    return jax.jit(manual)
-
-  @property
-  def on_one_device(self) -> bool:
-    """Whether nothing is partitioned."""
-    mesh = self.places.mesh
-    return mesh is None or mesh.size == 1
-
-  @functools.cached_property
-  def together(self) -> str:
-    """Why the devices cannot compute the loss of their own examples; empty if they can."""
-    mesh: Any = self.places.mesh
-    if self.on_one_device:
-      return "there is one device"
-    if AxisType.Explicit in mesh.axis_types:
-      return "the model states shardings on Explicit axes"
-    if self.options.layers.pipeline is not None:
-      return "each computes some of the layers, as a stage of a pipeline"
-    shapes = {jnp.shape(x) for x in jax.tree.leaves(self.batch) if jnp.ndim(x)}
-    sizes = {shape[0] for shape in shapes}
-    if len(sizes) != 1 or min(sizes) % mesh.size:
-      found = " and ".join(map(str, sorted(sizes))) or "no"
-      return f"{found} examples do not divide over {mesh.size} devices"
-
-    axes = tuple(mesh.axis_names)
-    part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
-    with default_scope(self.places.scope), mapped_axes(axes):
-      loss, _ = self._pieces(self._abstract)
-      try:
-        changed, traced = loss.write(part).changed, loss.inspect(part)
-      except (TypeError, ValueError, NotImplementedError) as error:  # its shard_map, say, splits the batch
-        return f"the loss takes all examples only: {str(error).strip().splitlines()[0]}"
-      if changed:
-        return "the loss changes Variables (statistics, counters or random state)"
-      return why_not_by_replica(traced, axes)
-
-  def _plain(self, objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    return _changed(without_own_rules, objective) if self.rules else objective
-
-  def _direction(
-    self, loss: Differentiable, seed: jax.Array, factors: jax.Array, *, pin: bool = True
-  ) -> Arrays:
-    found: Arrays = {}
-    for n, (i, x) in enumerate(loss.train.items()):
-      found[i] = signs(seed, n, x) * factors[n].astype(x.dtype)
-      found[i] = pinned(found[i], self.leaves[n][1]) if pin else found[i]
-    return found
-
-  @functools.cached_property
   def trace(self) -> ClosedJaxpr:
     """The trace of the loss of one part of the batch."""
     with default_scope(self.places.scope):
@@ -310,7 +144,7 @@ class Subject:
         loss, _ = self._pieces(arrays)
         return loss.objective(loss.train, loss.rest, batch)[0]
 
-      return jax.make_jaxpr(run)(self._abstract, batch)
+      return jax.make_jaxpr(run)([_abstract(x) for x in self.arrays], batch)
 
   @functools.cached_property
   def rules(self) -> dict[str, bool]:
@@ -318,30 +152,8 @@ class Subject:
     return own_rules(self.trace)
 
 
-def _loss_terms(
-  objective: Callable[..., PyTree], rest: Arrays, batch: PyTree, train: Arrays
-) -> tuple[jax.Array, jax.Array]:
-  """Sum and count of the loss of some examples."""
-  found = objective(train, rest, batch)[1][0]
-  total, count = found.sums["loss"], found.counts["loss"]
-  return total, jnp.ones_like(total) if count is None else count
-
-
 def _unscaled(x: jax.Array, scale: jax.Array | None) -> jax.Array:
   return x if scale is None else x / scale.astype(x.dtype)
-
-
-def _spec(x: AnyArray) -> PartitionSpec:
-  sharding = getattr(x, "sharding", None)
-  return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-
-
-def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """The global array from its shards, inside a manual program."""
-  for dim, entry in enumerate(spec):
-    if entry:
-      x = jax.lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
-  return x
 
 
 def _changed(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -349,12 +161,8 @@ def _changed(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> 
   return by_trace(objective, lambda traced, args: as_function(change(traced))(*jax.tree.leaves(args)))
 
 
-def _abstract(x: AnyArray, parts: int = 0) -> jax.ShapeDtypeStruct:
-  """The shape and sharding of an array; or the shape of one of several parts of it."""
-  shape, dtype = jnp.shape(x), jnp.result_type(x)
-  if parts:
-    return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]) if shape else (), dtype)
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(x, "sharding", None))
+def _abstract(x: AnyArray) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=getattr(x, "sharding", None))
 
 
 def own_rules(jaxpr: Program) -> dict[str, bool]:
@@ -408,15 +216,6 @@ def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
       raise NotImplementedError(f"the reverse rule of {name}, which rounds, is not linear") from error
 
   return function
-
-
-def without_stops(jaxpr: Program) -> ClosedJaxpr:
-  """The same program with copies in place of `jax.lax.stop_gradient`."""
-
-  def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    return [jnp.positive(*inputs)] if eqn.primitive.name == "stop_gradient" else DEFAULT
-
-  return rewritten(jaxpr, rule)
 
 
 def _is_kept(eqn: JaxprEqn) -> bool:

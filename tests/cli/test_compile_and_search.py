@@ -246,7 +246,7 @@ def test_plan_without_a_chip_asks_for_nothing_but_a_model(tmp_path, run):
   assert "Planned memory per device" not in page.read_text()
   done = run("plan", str(path), "--mesh", "fsdp=4", "--chip", "v5e")
   assert done.code == 1
-  assert "has no loss()" in done.err
+  assert "does not define loss() and batches()" in done.err
   assert "Fix: " in done.err
 
 

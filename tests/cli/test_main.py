@@ -22,7 +22,7 @@ def run(*arguments, cwd=None):
   )
 
 
-COMMANDS = ["plan", "compile", "search", "train", "launch", "new", "demo", "diff"]
+COMMANDS = ["plan", "compile", "search", "train", "launch", "new", "diff"]
 COMMANDS += ["export", "import", "inspect", "reshard", "verify"]
 
 

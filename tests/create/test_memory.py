@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.create.slicing import assemble
+from nnx_parallel.create import slices
 
 KERNEL = 1024 * 1024 * 4
 
@@ -30,8 +30,8 @@ def test_temporaries_are_those_of_one_shard(explicit, monkeypatch):
     programs.append(lower(*arguments))
     return programs[-1]
 
-  lower = assemble.lower_slice
-  monkeypatch.setattr(assemble, "lower_slice", record)
+  lower = slices.lower_slice
+  monkeypatch.setattr(slices, "lower_slice", record)
   mesh = nxp.make_mesh(fsdp=4, tensor=2, explicit=explicit)
   plan = nxp.plan(
     lambda: layers(3), mesh, nxp.fsdp(("fsdp", "tensor"), min_size=0), optimizer=optax.adam(1e-3)

@@ -39,10 +39,6 @@ class Holder(nnx.Module):
     self.x = nnx.Param(x)
 
 
-def stored_bytes(tree):
-  return sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
-
-
 def values(module):
   return jax.tree.map(
     lambda x: np.asarray(nxp.hosts.to_host(x)), nnx.to_pure_dict(nnx.state(module, nnx.Param))
@@ -65,8 +61,7 @@ def test_a_trainer_sends_its_weights_to_a_sampler(explicit):
     step(trainer, optimizer, X)  # donates its arrays, and never the sampler's
     with active():
       sent = nxp.parallel.send(trainer, sampler)
-    assert sent.value is sampler
-    assert sent.nbytes == stored_bytes(nnx.state(sampler, nnx.Param))
+    assert sent is sampler
     assert jax.tree.map(lambda x: x.sharding, nnx.state(sampler)) == layouts
     jax.tree.map(
       lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), values(trainer), values(sampler)
@@ -79,8 +74,7 @@ def test_predictions_of_a_teacher_train_a_student_on_other_devices():
   teacher = nxp.create_sharded_model(lambda: Net(64, 0), wide, nxp.fsdp(min_size=16))
   plan = nxp.plan(lambda: Net(8, 1), narrow, optimizer=optax.adam(0.01))
   student, optimizer = nxp.create_sharded_model(plan)
-  targets, count = nxp.parallel.send(nnx.jit(lambda model: model(jnp.asarray(X)))(teacher), plan)
-  assert count == 32 * 4 * 4
+  targets = nxp.parallel.send(nnx.jit(lambda model: model(jnp.asarray(X)))(teacher), plan)
   assert targets.sharding == jax.NamedSharding(narrow, jax.P("data", None))
   step = nxp.train_step(lambda model, x, y: ((model(x) - y) ** 2).mean())
   losses = [float(step(student, optimizer, X, targets)["loss"]) for _ in range(20)]
@@ -97,29 +91,17 @@ def test_the_batches_of_a_loop_may_be_results_of_a_model_on_another_mesh():
   def batches():
     for _ in range(3):
       x = nxp.shard_batch(X, nxp.plan(lambda: Net(64, 0), first))
-      yield {"x": X, "y": nxp.parallel.send(predict(teacher, x), plan).value}
+      yield {"x": X, "y": nxp.parallel.send(predict(teacher, x), plan)}
 
   step = nxp.train_step(lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
   found = nxp.fit(step, model, optimizer, batches(), steps=3, plan=plan, progress=False)
   assert found.step == 3
 
 
-def test_what_a_device_holds_already_is_not_counted():
-  mesh = nxp.make_mesh(data=8)
-  plan = nxp.plan(lambda: Net(8, 0), mesh)
-  split = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
-  assert nxp.parallel.send(split, plan).nbytes == 0
-  replicated = jax.device_put(X, jax.NamedSharding(mesh, jax.P()))
-  assert nxp.parallel.send(replicated, plan).nbytes == 0
-  assert nxp.parallel.send(X, plan).nbytes == X.nbytes  # from the host
-  columns = jax.device_put(X, jax.NamedSharding(mesh, jax.P(None, "data")))
-  assert nxp.parallel.send(columns, plan).nbytes == X.nbytes * 7 // 8
-
-
 @pytest.mark.slow
 @given(data=st.data(), rows=st.sampled_from([8, 16]), columns=st.sampled_from([8, 24]))
 @settings(max_examples=40, deadline=None)
-def test_bytes_are_the_elements_that_a_device_did_not_hold(data, rows, columns):
+def test_values_arrive_in_any_layout(data, rows, columns):
   axes = st.sampled_from([None, "a", "b", ("a", "b"), ("b", "a")])
   used = lambda entry: {entry} if isinstance(entry, str) else {*(entry or ())}
   specs = st.tuples(axes, axes).filter(lambda spec: not used(spec[0]) & used(spec[1]))
@@ -133,13 +115,8 @@ def test_bytes_are_the_elements_that_a_device_did_not_hold(data, rows, columns):
     )
     for _ in range(2)
   )
-  held = {shard.device: {*np.asarray(shard.data).ravel()} for shard in before.addressable_shards}
-  wanted = sum(
-    len({*np.asarray(shard.data).ravel()} - held[shard.device]) for shard in after.addressable_shards
-  )
   source, target = Holder(before), Holder(jnp.zeros_like(after))
-  sent = nxp.parallel.send(source, target)
-  assert sent.nbytes == 4 * wanted
+  nxp.parallel.send(source, target)
   np.testing.assert_array_equal(target.x.get_value(), before)
   assert target.x.get_value().sharding == after.sharding
 
@@ -150,7 +127,7 @@ def test_several_processes_cannot_send_to_other_devices(monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   with pytest.raises(ShardingError, match=r"of 2 processes.\n  from 4 devices to 4, 0 of them the same"):
     nxp.parallel.send(one, other)
-  assert nxp.parallel.send(one, same).nbytes == 0
+  assert nxp.parallel.send(one, same) is same
 
 
 def test_errors():
@@ -163,9 +140,9 @@ def test_errors():
   jax.tree.map(np.testing.assert_array_equal, values(large), before)
   inside = "is a value inside a compiled program, and cannot be placed there"
   with pytest.raises(ShardingError, match=f"batch {inside}"):
-    jax.jit(lambda x: nxp.parallel.send(x, nxp.plan(lambda: Net(8, 0), mesh)).value)(X)
+    jax.jit(lambda x: nxp.parallel.send(x, nxp.plan(lambda: Net(8, 0), mesh)))(X)
   with pytest.raises(ShardingError, match=f"kernel {inside}|bias {inside}"):
-    nnx.jit(lambda module: nxp.parallel.send(module, small).nbytes)(small)
+    nnx.jit(lambda module: nxp.parallel.send(module, small))(small)
   with pytest.raises(ShardingError, match=r"send\(source, to\) got a dict and a Mesh"):
     nxp.parallel.send({"x": X}, mesh)
   with pytest.raises(

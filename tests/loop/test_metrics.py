@@ -9,7 +9,7 @@ import pytest
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import MetricsLog, read_metrics
-from nnx_parallel.loop.timing import StepClock
+from nnx_parallel.loop.progress import StepClock
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""Modules, gathers, rings and kernels under shard_map, against the plain computation."""
-
-import functools
+"""Modules, gathers and kernels under shard_map, against the plain computation."""
 
 import jax
 import jax.numpy as jnp
@@ -132,56 +130,10 @@ def test_axes_are_gathered_from_the_minor_one():
     )(model)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(("shape", "columns"), [((8, 6), 16), ((3, 24, 5), 8)])
-@pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
-@pytest.mark.slow
-def test_rings_of_products(shape, columns, sizes):
-  mesh, rank = nxp.make_mesh(sizes), len(shape)
-  x, w = normal(*shape), normal(shape[-1], columns)
-  rows = P(*[None] * (rank - 2), "tensor", None)
-  split = P(*[None] * (rank - 1), "tensor")
-  weights = normal(*shape[:-1], columns)
-  plain = jax.value_and_grad(lambda x, w: ((x @ w) * weights).sum(), (0, 1))(x, w)
-
-  def ring(f, specs, out):
-    return jax.shard_map(functools.partial(f, axis="tensor"), mesh=mesh, in_specs=specs, out_specs=out)
-
-  gathered = ring(nxp.parallel.all_gather_matmul, (rows, P(None, "tensor")), split)
-  close(gathered(x, w), x @ w)
-  close(jax.jit(jax.value_and_grad(lambda x, w: (gathered(x, w) * weights).sum(), (0, 1)))(x, w), plain)
-
-  x, w = normal(*shape[:-1], 16), normal(16, columns)
-  plain = jax.value_and_grad(lambda x, w: ((x @ w) * weights).sum(), (0, 1))(x, w)
-  scattered = ring(nxp.parallel.matmul_reduce_scatter, (split, P("tensor")), rows)
-  close(scattered(x, w), x @ w)
-  close(jax.jit(jax.value_and_grad(lambda x, w: (scattered(x, w) * weights).sum(), (0, 1)))(x, w), plain)
-
-
-@pytest.mark.parametrize("f", [nxp.parallel.all_gather_matmul, nxp.parallel.matmul_reduce_scatter])
-def test_a_ring_is_n_minus_1_permutes_and_nothing_else(f):
-  mesh = nxp.make_mesh(data=2, tensor=4)
-  gathers = f is nxp.parallel.all_gather_matmul
-  rows, split = P("tensor"), P(None, "tensor")
-  specs, out = ((rows, split), split) if gathers else ((split, rows), rows)
-  run = jax.jit(jax.shard_map(functools.partial(f, axis="tensor"), mesh=mesh, in_specs=specs, out_specs=out))
-  args = [
-    jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, specs[0])),
-    jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, specs[1])),
-  ]
-  found = collectives(run.lower(*args).compile().as_text(), {"data": 2, "tensor": 4})
-  block = 16 // 4 * (8 if gathers else 32) * 4
-  assert [(c.kind, c.bytes, c.times) for c in found] == [("collective-permute", block, 1)] * 3
-
-
-def test_rings_say_what_they_need():
-  mesh = nxp.make_mesh(tensor=8)
-  f = functools.partial(nxp.parallel.matmul_reduce_scatter, axis="tensor")
-  f = jax.shard_map(f, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor")), out_specs=P())
-  with pytest.raises(SchemeError, match="6 rows cannot be scattered over 8 devices"):
-    f(normal(6, 8), normal(8, 2))
-  with pytest.raises(SchemeError, match="not split along 'tensor' by hand"):
-    nxp.parallel.all_gather_matmul(normal(8, 8), normal(8, 8), "tensor")
+def test_outside_of_a_shard_map_nothing_is_gathered():
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.fsdp("data", min_size=16))
+  with pytest.raises(SchemeError, match="not split along 'data' by hand"):
+    nxp.parallel.gather_parameters(placed(plan), plan, "data")
 
 
 def scaled(x, scale):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
@@ -25,19 +25,21 @@ WIDTH, HIDDEN = 6, 10
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
-def gated(p, rows):
-  wide = jax.nn.silu(rows @ p["gate"]) * (rows @ p["up"])
-  # On an Explicit mesh, a sum over a dim that tensor splits says how its result is laid out.
-  explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-  out = {"out_sharding": PartitionSpec(None, None)} if explicit else {}
-  return jnp.matmul(wide, p["down"], **out) + p["bias"]
+def gated(p, rows, sizes):
+  gate, up = (nxp.parallel.ragged_dot(rows, p[name], sizes) for name in ("gate", "up"))
+  return nxp.parallel.ragged_dot(jax.nn.silu(gate) * up, p["down"], sizes, bias=p["bias"])
+
+
+def alone(expert):
+  """The function of one expert, with products that are not grouped."""
+  return lambda p, rows: expert(jax.tree.map(lambda leaf: leaf[None], p), rows, jnp.full(1, len(rows)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def dense(expert, parameters, x, routing):
   """Every expert on every token, masked."""
   flat = x.reshape(-1, x.shape[-1])
-  results = jax.vmap(expert, (0, None))(parameters, flat)
+  results = jax.vmap(alone(expert), (0, None))(parameters, flat)
   chosen = jax.nn.one_hot(routing.experts.reshape(flat.shape[0], -1), results.shape[0])
   weights = (chosen * routing.weights.reshape(flat.shape[0], -1, 1)).sum(1)
   return jnp.einsum("etd,te->td", results, weights).reshape(*x.shape[:-1], -1)
@@ -158,8 +160,9 @@ TOKENS, EXPERTS, TOP_K = 24, 8, 3
 MESH = BY_DATA
 
 
-def mark(own, rows):
-  return jnp.broadcast_to(own, (rows.shape[0], EXPERTS)) * (rows[:, :1] + 1)
+def mark(own, rows, sizes):
+  own = jnp.repeat(own, sizes, axis=0, total_repeat_length=len(rows))
+  return own * (rows[:, :1] + 1)
 
 
 @functools.cache
@@ -305,7 +308,9 @@ def test_empty_places_of_a_block_have_no_gradient():
   routing = nxp.parallel.route(jnp.asarray(np.random.default_rng(3).normal(size=(7, 4)), jnp.float32), 2)
 
   def summed(layer, parameters, x):
-    expert = lambda p, rows: rows / jnp.linalg.norm(rows, axis=-1, keepdims=True) @ p["gate"]
+    expert = lambda p, rows, sizes: nxp.parallel.ragged_dot(
+      rows / jnp.linalg.norm(rows, axis=-1, keepdims=True), p["gate"], sizes
+    )
     return (layer(expert, parameters, x, routing) ** 2).sum()
 
   wanted = jax.grad(functools.partial(summed, dense), (0, 1))(*given)
@@ -400,10 +405,8 @@ def compiled(layer, mesh, tokens=256, experts=8, top_k=2):
   given = (up, down), struct((tokens, 16), jnp.float32, batch), struct((tokens, experts), jnp.float32, batch)
 
   def loss(parameters, x, logits):
-    def expert(p, rows):
-      return jax.nn.silu(rows @ p[0]) @ p[1]
-
-    y, _ = layer(expert, parameters, x, nxp.parallel.route(logits, top_k))
+    weights = dict(zip(["up", "down"], parameters, strict=True))
+    y, _ = layer(nxp.parallel.mlp_experts, weights, x, nxp.parallel.route(logits, top_k))
     return (y.astype(jnp.float32) ** 2).sum()
 
   with jax.set_mesh(mesh):
@@ -595,6 +598,10 @@ def test_a_bias_that_follows_the_loads_balances_them():
   assert loads[-1].max() < 1.2 * loads[-1].mean()
 
 
+def up(p, rows, sizes):
+  return rows @ p["up"].sum(0)
+
+
 ROWS = "one row for each row"
 ERRORS = [
   ((6, 4, 4), (8, 6), {}, r"6 experts cannot be split.*\n.*8 experts"),
@@ -614,7 +621,7 @@ ERRORS = [
 def test_what_does_not_fit_is_refused(shape, logits, options, message):
   given = {"up": jnp.zeros(shape)}, jnp.zeros((8, 4)), nxp.parallel.route(jnp.zeros(logits), 2)
   with jax.set_mesh(nxp.make_mesh(MESH)), pytest.raises(SchemeError, match=message):
-    nxp.parallel.experts(lambda p, rows: rows @ p["up"], *given, **options)
+    nxp.parallel.experts(up, *given, **options)
 
 
 @pytest.mark.parametrize(
@@ -637,10 +644,18 @@ def test_no_choices_and_complex_numbers_are_refused():
   given, x = {"up": jnp.zeros((4, 4, 4))}, jnp.zeros((8, 4))
   none = nxp.parallel.Routing(jnp.zeros((8, 0)), jnp.zeros((8, 0), jnp.int32), 0.0, 0.0, jnp.zeros(4))
   with pytest.raises(SchemeError, match="the routing has no choices"):
-    nxp.parallel.experts(lambda p, rows: rows @ p["up"], given, x, none)
+    nxp.parallel.experts(up, given, x, none)
   given, routing = {"up": jnp.zeros((4, 4, 4), jnp.complex64)}, nxp.parallel.route(jnp.zeros((8, 4)), 2)
   with pytest.raises(SchemeError, match="add up real numbers"):
-    nxp.parallel.experts(lambda p, rows: (rows @ p["up"]).real, given, x, routing)
+    nxp.parallel.experts(lambda *args: up(*args).real, given, x, routing)
+
+
+def test_a_function_of_one_expert_and_other_weights_are_refused():
+  given = {"w1": jnp.zeros((4, 4, 4))}, jnp.zeros((8, 4)), nxp.parallel.route(jnp.zeros((8, 4)), 2)
+  with pytest.raises(SchemeError, match=r"\(parameters, rows, group_sizes\): too many.*\n.*mlp_experts"):
+    nxp.parallel.experts(lambda p, rows: rows @ p["w1"], *given)
+  with pytest.raises(SchemeError, match=r"other parameters than 'w1'.*\n.*'up': up, 'down': down"):
+    nxp.parallel.experts(nxp.parallel.mlp_experts, *given)
 
 
 def test_an_axis_that_is_manual_already_is_refused():
@@ -655,10 +670,6 @@ def test_an_axis_that_is_manual_already_is_refused():
 
 
 # Models.
-
-
-def two_products(p, rows):
-  return (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
 
 
 class Sparse(nnx.Module):
@@ -677,7 +688,7 @@ class Sparse(nnx.Module):
     routing = nxp.parallel.route(self.router(x), 2, bias=self.bias[...])
     self.bias[...] = nxp.parallel.balanced_bias(self.bias[...], routing.load, 0.01)
     parameters = {"up": self.up, "gate": self.gate, "down": self.down}
-    y = self.layer(two_products, parameters, x, routing)
+    y = self.layer(nxp.parallel.mlp_experts, parameters, x, routing)
     y = y[0] if isinstance(y, tuple) else y
     return x + y + self.shared(x), 0.02 * routing.auxiliary_loss + 0.002 * routing.z_loss
 

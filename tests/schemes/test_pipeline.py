@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from benchmarks import pipeline as benchmark
@@ -104,40 +105,58 @@ def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> 
 
 
 ORDERS = [("gpipe", 1, True), ("1f1b", 1, True), (None, 2, True), (None, 1, False)]
+PLACES = {
+  "whole": (P(), P(), P(), P()),
+  "stages": (P("stage"), P(), P(), P("data")),
+  "rows of the table": (P("stage"), P("data"), P(None), P("data")),
+}
+"""Where the layers, the table, the head and the batch are."""
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("order", "virtual_stages", "recompute"), ORDERS)
-def test_a_loss_of_a_layer_function_in_each_order(order: Any, virtual_stages: int, recompute: bool) -> None:
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_loss_of_a_layer_function_in_each_order(
+  order: Any, virtual_stages: int, recompute: bool, places: str, explicit: bool
+) -> None:
   weights, x, seen, other = given(8, 32)
-  model = {"layers": weights, "table": other[:3], "head": jnp.linspace(-1, 1, 12).reshape(6, 2)}
-  batch = {"tokens": seen, "wanted": jnp.stack([x[:, 0], x[:, 1]], -1)}
+  model = {"layers": weights, "table": other[:4], "head": jnp.linspace(-1, 1, 12).reshape(6, 2)}
+  batch = {"tokens": seen, "wanted": jnp.stack([x[:, 0], x[:, 1]], -1), "seen": seen, "other": other}
 
   def whole(model: Any) -> Any:
     y = one_by_one(model["layers"], model["table"][seen], seen, other)
     return (((y @ model["head"]) - batch["wanted"]) ** 2).mean()
 
-  def piped(model: Any) -> Any:
+  def piped(model: Any, batch: Any) -> Any:
+    def look_up(x: Any) -> Any:
+      return (jax.nn.one_hot(x["tokens"], 4) @ model["table"]) if explicit else model["table"][x["tokens"]]
+
     return nxp.parallel.pipeline(
       layer,
       model["layers"],
       batch,
-      seen,
-      other,
+      batch["seen"],
+      batch["other"],
       microbatches=8,
-      before=lambda x: model["table"][x["tokens"]],
+      before=look_up,
       after=lambda y, x: ((y @ model["head"] - x["wanted"]) ** 2).mean(),
       order=order,
       virtual_stages=virtual_stages,
       recompute=recompute,
     )
 
-  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
-    found = jax.jit(jax.value_and_grad(piped))(model)
+  mesh = nxp.make_mesh(data=2, stage=4, explicit=explicit)
+  with jax.set_mesh(mesh):
+    names, where = (model["layers"], model["table"], model["head"], batch), PLACES[places]
+    layers, table, head, rows = (
+      jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(names, where, strict=True)
+    )
+    found = jax.jit(jax.value_and_grad(piped))({"layers": layers, "table": table, "head": head}, rows)
   close(found, jax.value_and_grad(whole)(model))
-  if recompute and order != "1f1b":
-    close(jax.jit(jax.value_and_grad(piped))(model), found)  # on one device
+  if recompute and order != "1f1b" and places == "whole":
+    close(jax.jit(jax.value_and_grad(piped))(model, batch), found)  # on one device
 
 
 def test_a_batch_of_a_loss_has_no_gradient_and_options_need_a_loss() -> None:

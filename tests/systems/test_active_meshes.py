@@ -209,7 +209,7 @@ def from_numpy(on):
 
 def send(on):
   target = nxp.create_sharded_model(on.other)[0]
-  return nxp.parallel.send(on.model, target).value, nxp.parallel.send(on.batch, on.other).value
+  return nxp.parallel.send(on.model, target), nxp.parallel.send(on.batch, on.other)
 
 
 def map_shards(on):
@@ -315,7 +315,7 @@ CALLS = {
   "Job": job,
   "send": send,
   "map_shards": map_shards,
-  "hosts": lambda on: [nxp.hosts.broadcast(on.batch), nxp.hosts.to_host(on.model)],
+  "hosts": lambda on: nxp.hosts.to_host(on.model),
   "export_program": exported,
   "safetensors": safetensors,
   "linen": linen,
@@ -375,9 +375,8 @@ def cross_entropy(on, head):
 
 def experts(on):
   routing = nxp.parallel.route(np.zeros((16, 4), np.float32), 2)
-  return nxp.parallel.experts(
-    lambda w, x: x @ w, np.ones((4, 16, 16), np.float32), on.batch, routing, axis="tensor"
-  )
+  product = lambda w, x, n: nxp.parallel.ragged_dot(x, w, n)
+  return nxp.parallel.experts(product, np.ones((4, 16, 16), np.float32), on.batch, routing, axis="tensor")
 
 
 SCHEMES = {

@@ -265,16 +265,3 @@ def test_the_plan_warns_those_who_compile_their_own_step() -> None:
     " this mesh; train_step computes them right, a jit of your own does not",
   )
   assert notes(data=8, model=1) == ()
-
-
-def test_the_plan_notes_a_depthwise_kernel_that_is_split_as_the_batch() -> None:
-  def notes(*rules: Any) -> tuple[str, ...]:
-    init = lambda: nnx.Dict(conv=nnx.Conv(16, 16, (3, 3), feature_group_count=16, rngs=nnx.Rngs(0)))
-    rules = (*rules, nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(min_size=16))
-    return nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), rules).notes
-
-  assert notes() == (
-    "conv.kernel: depthwise kernels split by channels over fsdp, as the batch, so a step sends activations"
-    " instead of weights; replicate them: a path rule of None, or a larger min_size",
-  )
-  assert notes(nxp.PathRules([("conv.kernel", None)])) == ()

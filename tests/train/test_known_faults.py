@@ -185,7 +185,7 @@ def on_three_axes(make: Any, rules: Any = RULES) -> nxp.Plan:
   return nxp.plan(lambda: make(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
 
 
-@pytest.mark.parametrize("name", [fault.name for fault in KNOWN_FAULTS])
+@pytest.mark.parametrize("name", KNOWN_FAULTS)
 def test_xla_still_computes_it_wrong(name: str) -> None:
   assert CANARIES[name]() > 0.1, f"{name} is mended in jax {jax.__version__}: see layout/known_faults.py"
 
@@ -268,8 +268,7 @@ def test_fsdp_leaves_the_taps_of_a_dilated_kernel_whole() -> None:
   assert plan["kernel"].spec == jax.P(None, None, None, "fsdp")
 
 
-def test_an_audit_says_what_a_step_of_ones_own_may_meet() -> None:
-  """A mesh with faults, and an operation that the model has, are in the notes; arrays are in the audit."""
+def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   plan = on_three_axes(Normed)
   said = (
     "XLA can make the gradients of a jit of your own wrong on this mesh (fsdp shards parameters and examples,"
@@ -281,14 +280,6 @@ def test_an_audit_says_what_a_step_of_ones_own_may_meet() -> None:
   assert idle.notes == (said,)
   for axes in ({"data": 2, "fsdp": 4}, {"fsdp": 8}, {"data": 2, "tensor": 4}):
     assert not nxp.plan(layer, nxp.make_mesh(**axes), nxp.fsdp([*axes][-1], min_size=0)).notes
-  assert str(plan.audit()) == (
-    "nothing above 1 MiB is replicated.\n"
-    "note: layers.0.kernel, layers.1.kernel: a fault of XLA (swapped examples) can make results wrong here,"
-    " and the gradients of the layers before it, in a jit of your own, not in train_step and eval_step;"
-    " nxp.check_gradients(model, batch, loss) checks your step"
-  )
-  assert not on_three_axes(Normed, RULES.replace(embed=None)).audit().faults
-  assert not on_three_axes(MLP).audit().faults
 
 
 class MLP(nnx.Module):

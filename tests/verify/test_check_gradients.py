@@ -15,7 +15,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.verify.check_gradients import coarsest
-from nnx_parallel.verify.subject import Subject
 from training import placed
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -57,21 +56,16 @@ def check(
   plan = nxp.plan(init, nxp.make_mesh(MESH), RULES)
   model = placed(plan)
   x = np.random.default_rng(0).normal(size=shape).astype("float32")
-  return nxp.check_gradients(model, nxp.shard_batch(x, plan), loss, **{"tries": 0, **options})
+  return nxp.check_gradients(model, nxp.shard_batch(x, plan), loss, **options)
 
 
 @pytest.mark.slow
 def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
-  found = check(lambda: Block("tensor"), tries=4)
+  found = check(lambda: Block("tensor"))
   assert not found
-  assert (
-    "norm.scale as P(None,) (replicated, 32 B more per device) makes the loss and all gradients right"
-    in str(found)
-  )
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
-  assert "a known XLA error on such a layout: swapped examples" in str(found)
-  wrong = r"(?s)the gradients on this layout are wrong.*norm\.scale.*Fix: .*lay norm\.scale out as P"
+  wrong = r"(?s)the gradients on this layout are wrong.*norm\.scale.*Fix: nxp\.train_step, or "
   with pytest.raises(nxp.errors.TrainError, match=wrong):
     found.raise_if_wrong()
 
@@ -116,7 +110,6 @@ def test_grouped_convolution_in_a_jit_of_ones_own_is_found():
   assert found.wrong == ("conv.kernel",)
   assert found.comparisons[-1].factor == pytest.approx(2)
   assert "2 times the derivative" in str(found)
-  assert "a known XLA error on such a layout: grouped convolution" in str(found)
 
 
 def in_reverse(change: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -161,10 +154,7 @@ def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: A
   found = check(lambda: Block(None, wrap(change)))
   assert found.wrong == ("norm.scale", "up.kernel")
   last = next(look for look in found.comparisons if look.leaves == ("up.kernel",))
-  assert ("the layout is not at fault" in str(found)) == (change is not without_sum)
-  assert ("(identity) is not the derivative" in str(found)) == (
-    wrap is with_own_rule and change is not without_sum
-  )
+  assert ("the rule of identity is not the derivative" in found.fix) == (wrap is with_own_rule)
   assert factor is None or last.factor == pytest.approx(factor, abs=1e-4)
   assert factor != 0 or "the gradient is 0, and the derivative is not" in last.why
 
@@ -218,7 +208,7 @@ def test_step_with_options_is_checked(options: dict[str, Any]):
   plan, model, optimizer = trained(Net, optax.adam(1e-3), zero=2)
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
   weighted = lambda model, x: nxp.weighted((model(x) ** 2).sum(), (x[:, 0] > 0).sum().astype(jnp.float32))
-  found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x, tries=0)
+  found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x)
   assert found.wrong == ("norm.scale", "up.kernel")
   assert {
     round(look.factor, 3)
@@ -234,7 +224,7 @@ def test_each_of_several_models_is_checked():
   losses = {"a": lambda models, x: loss_fn(models["a"], x), "b": lambda models, x: loss_fn(models["b"], x)}
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
   models, optimizers = {"a": first, "b": second}, {"a": one, "b": two}
-  found = nxp.train_step(losses).check_gradients(models, optimizers, x, tries=0)
+  found = nxp.train_step(losses).check_gradients(models, optimizers, x)
   assert found.wrong == ("b.norm.scale", "b.up.kernel")
   with pytest.raises(nxp.errors.TrainError, match="there is a loss for 'b', and no optimizer"):
     nxp.train_step(losses).check_gradients(models, {"a": one}, x)
@@ -248,7 +238,7 @@ def test_the_dtype_of_one_of_several_models_is_said():
   losses = {"a": lambda models, x: loss_fn(models["a"], x)}
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
   coarse = {"a": losses["a"], "b": lambda m, x: loss_fn(m["b"], x).astype(jnp.bfloat16).astype(jnp.float32)}
-  found = nxp.train_step(coarse).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x, tries=0)
+  found = nxp.train_step(coarse).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x)
   assert found.dtype == "bfloat16"
   assert "6 leaves" in dataclasses.replace(found, comparisons=tuple(filter(bool, found.comparisons))).summary
 
@@ -273,7 +263,7 @@ def test_loss_scale_and_frozen_parameters():
 
 @pytest.mark.slow
 def test_loss_that_xla_gets_wrong_is_found():
-  """A product comes out with the examples of other devices, forwards, and forward mode agrees on nonsense."""
+  """A product comes out with the examples of other devices, forwards; where it gathers, it does not."""
 
   class Product(nnx.Module):
     def __init__(self):
@@ -284,12 +274,11 @@ def test_loss_that_xla_gets_wrong_is_found():
       x = nxp.constrain(x, "batch", "tensor")
       return nxp.constrain(x @ self.kernel[...].T, "batch", "tensor")
 
-  found = check(Product, lambda model, x: (jnp.sin(model(x)) * x).mean(), (16, 32), tries=2)
+  found = check(Product, lambda model, x: (jnp.sin(model(x)) * x).mean(), (16, 32))
   assert not found
   assert found.loss_verdict == "wrong"
-  assert abs(found.losses["by forward mode"] - found.losses["with the gradient"]) < 1e-5
+  assert abs(found.losses["by forward mode"] - found.losses["with the gradient"]) > 1e-3
   assert str(found).count(": wrong\n") == 1
-  assert "kernel as P(None, None) (replicated, 3 KiB more per device) makes the loss" in str(found)
 
 
 @pytest.mark.slow
@@ -300,59 +289,21 @@ def test_examples_that_depend_on_each_other_are_no_alarm():
 
   found = check(lambda: Block(None), contrastive)
   assert found.loss_verdict == "right"
-  assert "by each device for all examples" in found.losses
 
 
-def on_host(factor: float, dtype: Any = np.float32) -> Any:
-  """A hyperbolic tangent that forward mode cannot pass; its reverse rule is multiplied by a factor."""
-
+@pytest.mark.slow
+def test_what_forward_mode_cannot_do_is_said():
   @jax.custom_vjp
   def tanh(x: jax.Array) -> jax.Array:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.pure_callback(lambda x: np.tanh(x, dtype=dtype), shape, x, vmap_method="sequential")
+    return jax.pure_callback(np.tanh, shape, x, vmap_method="sequential")
 
-  tanh.defvjp(lambda x: (tanh(x), x), lambda x, g: (factor * g * (1 - jnp.tanh(x) ** 2),))
-  return tanh
-
-
-def with_softmax(model: Any, x: jax.Array) -> jax.Array:
-  return optax.softmax_cross_entropy(model(x) * 3, jax.nn.softmax(x)).mean()
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("factor", "loss"), [(2.0, loss_fn), (2.0, with_softmax), (1.0, with_softmax), (1.0, loss_fn)]
-)
-def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float, loss: Any):
-  found = check(lambda: Block(None, on_host(factor)), loss)
-  assert bool(found) == (factor == 1)
-  assert {look.verdict for look in found.comparisons} == {"right"} if found else {"right", "wrong"}
-  assert found.wrong == (() if found else ("norm.scale", "up.kernel"))
-  assert "by central differences: Pure callbacks do not support JVP" in str(found)
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_differences_tell_a_gradient_stopped_on_purpose_from_a_wrong_one(factor: float):
-  def to_a_target(model: Any, x: jax.Array) -> jax.Array:
-    y = model(x)
-    return ((y - jax.lax.stop_gradient(jnp.roll(y, 1, 0))) ** 2).mean()
-
-  found = check(lambda: Block(None, on_host(factor)), to_a_target)
-  assert found.wrong == (() if factor == 1 else ("norm.scale", "up.kernel"))
-  assert factor != 1 or "without stop_gradient the two agree" in found.comparisons[0].why
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_differences_that_round_too_coarsely_decide_nothing():
-  found = check(
-    lambda: Block(None, lambda x: on_host(2.0)(x * 1e-6) * 1e-2), lambda m, x: 1e4 + loss_fn(m, x)
-  )
-  assert found
-  assert "too coarse" in found.comparisons[0].why
+  tanh.defvjp(lambda x: (tanh(x), x), lambda x, g: (2 * g * (1 - jnp.tanh(x) ** 2),))
+  found = check(lambda: Block(None, tanh))
+  assert {look.verdict for look in found.comparisons} == {"not decided"}
+  assert found.loss_verdict == "not decided"
+  assert "4 leaves are not decided" in found.summary
+  assert "not checked: the gradients: forward mode cannot compute this loss: Pure callbacks" in found.summary
 
 
 @pytest.mark.nightly
@@ -394,8 +345,7 @@ def test_gradient_that_is_zero_but_for_rounding_is_no_alarm():
 
   found = check(Zero, shape=(8, 4, 16))
   assert found
-  assert "note: unused: no gradient, by any way" in str(found)
-  assert "not checked: the loss itself: the loss changes Variables" in str(found)
+  assert "note: unused: no gradient, by either mode" in str(found)
 
 
 def test_gradient_that_is_not_finite_is_wrong():
@@ -443,7 +393,6 @@ def test_padded_and_tied_leaves_and_explicit_axes():
   with jax.set_mesh(mesh):
     found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
   assert found
-  assert "by each device on its own" in str(found)
 
 
 def test_shardings_that_a_loss_states_on_explicit_axes():
@@ -453,7 +402,6 @@ def test_shardings_that_a_loss_states_on_explicit_axes():
   x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
   found = nxp.check_gradients(model, x, lambda model, x: loss_fn(model, jax.reshard(x, jax.P("data"))))
   assert found
-  assert "the model states shardings on Explicit axes" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -495,8 +443,8 @@ def test_rounding_with_a_rule_of_its_own_is_no_alarm():
   assert [look.verdict for look in found.comparisons] == ["right"]
   assert "quantized: rounds, so that its reverse rule is taken at its word" in str(found)
   found = check(lambda: Block(None, lambda x: straight_through(x, scale_by_largest)))
-  assert found
-  assert "differences see the rounding" in found.comparisons[0].why
+  assert found.comparisons[0].verdict == "not decided"
+  assert "the reverse rule of quantized, which rounds, is not linear" in found.summary
 
 
 @pytest.mark.nightly
@@ -528,26 +476,6 @@ def test_each_of_many_equal_layers_is_looked_at():
 
   found = check(Deep)
   assert found.wrong == ("layers.18.kernel",)
-  assert "layers.10.kernel to layers.19.kernel" in str(found)
-
-
-@pytest.mark.slow
-def test_whole_arrays_that_do_not_fit_a_device_are_not_checked(monkeypatch: pytest.MonkeyPatch):
-  def too_large(*args: Any) -> Any:
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
-
-  monkeypatch.setattr(Subject, "by_device", lambda self, **options: too_large)
-  monkeypatch.setattr(Subject, "gradients_by_device", lambda self, **options: too_large)
-  found = check(lambda: Block(None))
-  assert found
-  assert (
-    "global arrays do not fit on one device: RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."
-    in found.not_checked[0]
-  )
-  found = check(lambda: Block("tensor"))
-  assert found.wrong == ("norm.scale",)
-  with pytest.raises(nxp.errors.TrainError, match=r"Fix: .*nxp\.train_step"):
-    found.raise_if_wrong()
 
 
 @pytest.mark.nightly
@@ -555,13 +483,12 @@ def test_whole_arrays_that_do_not_fit_a_device_are_not_checked(monkeypatch: pyte
 def test_advice_is_what_helps():
   advice = {
     "nxp.train_step": check(lambda: Block("tensor")),
-    "lay norm.scale out as P": check(lambda: Block("tensor"), tries=2),
-    "differs on purpose": check(lambda: Block(None, with_own_rule(double))),
+    "perhaps on purpose": check(lambda: Block(None, with_own_rule(double))),
     "jax_debug_nans": check(lambda: Block(None, lambda x: jnp.sqrt(x * 0))),
   }
   plan, model, optimizer = trained(lambda: Block(None, in_reverse(without_sum)))
   x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
-  advice["nxp.check_step"] = nxp.train_step(loss_fn).check_gradients(model, optimizer, x, tries=0)
+  advice["nxp.check_step"] = nxp.train_step(loss_fn).check_gradients(model, optimizer, x)
   for said, found in advice.items():
     with pytest.raises(nxp.errors.TrainError, match=f"Fix: .*{said}"):
       found.raise_if_wrong()
@@ -584,16 +511,6 @@ def test_check_keeps_no_array_that_the_next_step_would_have_to_copy():
     assert left is None or left.is_deleted()
   finally:
     gc.enable()
-
-
-def test_a_loss_with_a_shard_map_over_the_batch_is_checked_without_the_devices_on_their_own():
-  def split(x: jax.Array) -> jax.Array:
-    spec = jax.P(("data", "fsdp"))
-    return jax.shard_map(jnp.sin, mesh=nxp.make_mesh(MESH), in_specs=spec, out_specs=spec)(x)
-
-  found = check(lambda: Block(None, split), shape=(8, 16))
-  assert found
-  assert "the loss takes all examples only: shard_map applied to the function 'sin'" in str(found)
 
 
 def test_arguments_in_another_order_are_an_error_with_the_call():

@@ -12,9 +12,10 @@ from typing import Any
 
 from flax import nnx
 
+from nnx_parallel.core.checked import check_arguments, is_dtype
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import path_str, variables
-from nnx_parallel.errors import RecipeError
+from nnx_parallel.errors import CheckpointError, RecipeError
 from nnx_parallel.interop.families.decoder import Config, Decoder
 from nnx_parallel.interop.families.t5 import T5
 from nnx_parallel.interop.huggingface import Folder
@@ -24,12 +25,9 @@ from nnx_parallel.layout.planning import plan as make_plan
 DECODERS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma3_text")
 
 
+@check_arguments(CheckpointError)
 def from_config(
-  folder: str | os.PathLike[str],
-  rngs: nnx.Rngs,
-  *,
-  param_dtype: str = "float32",
-  ignore: Sequence[str] = (),
+  folder: str | os.PathLike[str], rngs: nnx.Rngs, *, param_dtype: str = "float32", ignore: Sequence[str] = ()
 ) -> nnx.Module:
   """Makes the module that a folder's `config.json` describes, with random weights.
 
@@ -59,6 +57,8 @@ def from_config(
 
 def _module_of(folder: Folder, rngs: nnx.Rngs, param_dtype: str, ignore: Sequence[str]) -> nnx.Module:
   """See `from_config`."""
+  if not is_dtype(param_dtype):
+    raise CheckpointError(f"param_dtype={param_dtype!r} is no dtype.", fix='param_dtype="bfloat16"')
   found = {key: value for key, value in folder.config.items() if key not in ignore}
   family, tied = found.get("model_type"), found.get("tie_word_embeddings", True)
   if family in DECODERS:
@@ -75,6 +75,7 @@ def _module_of(folder: Folder, rngs: nnx.Rngs, param_dtype: str, ignore: Sequenc
   )
 
 
+@check_arguments(CheckpointError)
 def load_huggingface(
   folder: str | os.PathLike[str],
   mesh: AnyMesh,

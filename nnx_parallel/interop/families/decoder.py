@@ -18,6 +18,7 @@ from flax import nnx
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.families.settings import settings
 from nnx_parallel.interop.huggingface import ConfigJson
+from nnx_parallel.schemes.expert_functions import ExpertFn, mlp_experts
 from nnx_parallel.schemes.experts import experts
 from nnx_parallel.schemes.routing import route
 
@@ -34,16 +35,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """Rotary positions. Source: RoFormer, arXiv:2104.09864; `llama3`: Llama 3.1's own code.
-
-  Attributes:
-    theta: the base of the wavelengths.
-    kind: how the wavelengths are stretched for longer texts.
-    factor: the factor of the stretching.
-    low: with `llama3`, wavelengths longer than `length / low` are stretched in full.
-    high: with `llama3`, wavelengths shorter than `length / high` stay.
-    length: positions that the model was first trained on.
-  """
+  """Rotary positions. Source: RoFormer, arXiv:2104.09864; `llama3`: Llama 3.1's own code."""
 
   theta: float = 10_000.0
   kind: Literal["default", "linear", "llama3"] = "default"
@@ -64,31 +56,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes and settings; `from_json` reads the settings of a model on Hugging Face.
-
-  Attributes:
-    vocab: the number of tokens.
-    width: the width of the residual stream.
-    hidden: the width of the MLP, or of an expert.
-    heads: the number of query heads.
-    kv_heads: the number of key and value heads.
-    head_dim: the width of a head.
-    ropes: the rotary positions of each layer.
-    windows: the window of each layer: a token sees this many tokens up to and including itself; None: all.
-    score_scale: the factor of attention scores.
-    eps: the epsilon of the norms.
-    activation: the activation of the MLP, a key of `ACTIVATIONS`.
-    qkv_bias: whether query, key and value have biases.
-    out_bias: whether the attention's output has a bias.
-    mlp_bias: whether the MLP has biases.
-    qk_norm: whether queries and keys are normed.
-    gemma: norms scale by 1 + scale, and embeddings are multiplied by the root of the width.
-    post_norms: whether the results of attention and MLP are normed too, as in Gemma 3.
-    tied: whether the head is the transposed embedding.
-    experts: the number of experts in place of the MLP; 0: no experts.
-    experts_per_token: the number of experts that compute each token.
-    param_dtype: the dtype of all parameters.
-  """
+  """Sizes and settings; `from_json` reads the settings of a model on Hugging Face."""
 
   vocab: int
   width: int
@@ -116,6 +84,8 @@ class Config:
   def from_json(cls, found: ConfigJson, param_dtype: str = "float32") -> Config:
     """Reads the contents of `config.json`, as transformers 4 and 5 write it."""
     found = settings(found)
+    for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+      require(found[key] > 0, found, key)
     family, heads = found["model_type"], found["num_attention_heads"]
     head_dim = found["head_dim"] or found["hidden_size"] // heads
     windows, ropes = _windows(found), _ropes(found)
@@ -252,8 +222,7 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, Cache | None]:
     """Each token attends to itself and the tokens before it, as many as its window has.
 
-    With a cache, `x` starts at `position`; the cache holds the earlier positions, and the keys and values of
-    `x` are added to it.
+    With a cache of the earlier positions, `x` starts at `position`, and its keys and values are added.
     """
     q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if self.config.qk_norm:
@@ -314,14 +283,15 @@ class Experts(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps each position separately."""
-    activation = ACTIVATIONS[self.config.activation]
-
-    def expert(p: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
-      return (activation(rows @ p["w1"]) * (rows @ p["w3"])) @ p["w2"]
-
     routing = route(self.gate(x), self.config.experts_per_token)
-    y, _ = experts(expert, {"w1": self.w1, "w2": self.w2, "w3": self.w3}, x, routing)
+    weights = {"gate": self.w1, "up": self.w3, "down": self.w2}
+    y, _ = experts(_expert_fn(self.config.activation), weights, x, routing)
     return y
+
+
+@functools.cache  # one function for all layers: layers with different functions are not equal
+def _expert_fn(activation: str) -> ExpertFn:
+  return functools.partial(mlp_experts, activation=ACTIVATIONS[activation])
 
 
 class Layer(nnx.Module):

@@ -139,16 +139,7 @@ class Stack(nnx.Module):
 
 
 class T5(nnx.Module):
-  """Logits of the decoder's next token, (batch, to, vocab), for int32 tokens (batch, from) and (batch, to).
-
-  Args:
-    found: the contents of `config.json`.
-    rngs: for the weights.
-    param_dtype: the dtype of all parameters.
-
-  Raises:
-    RecipeError: a setting that this module does not have.
-  """
+  """Logits of the decoder's next token, (batch, to, vocab), of int32 tokens (batch, from) and (batch, to)."""
 
   def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)

@@ -62,27 +62,21 @@ class NotAttention(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-  """How an attention is computed: the option, by a kernel or in blocks, over a mesh axis of a size, or None.
-
-  Attributes:
-    mapped: mesh axes of an enclosing `jax.vmap`.
-    row: the dim of the scores that is queries; None: the longest.
-    parts: of queries and of keys, each cut into blocks separately; None: one for each device.
-    examples, needed: as in `Share` and `TileAttention`, for a program whose arrays all have examples first.
-    zeros: whether a row whose scores are all `-inf` has the result 0; as written, it is NaN.
-  """
+  """How an attention is computed: the option, by a kernel or in blocks, over an axis of a size, or None."""
 
   asked: str | int | None
   block: int
   kernel: Kernel | None
   axis: str | None
   size: int
-  mapped: frozenset[str] = frozenset()
-  row: int | None = None
+  mapped: frozenset[str] = frozenset()  # mesh axes of an enclosing `jax.vmap`
+  row: int | None = None  # the dim of the scores that is queries; None: the longest
+  # of queries and of keys, each cut into blocks separately; None: one for each device
   parts: int | None = None
+  # as in `Share` and `TileAttention`, for a program whose arrays all have examples first
   examples: tuple[str, ...] = ()
   needed: Needed | None = None
-  zeros: bool = False
+  zeros: bool = False  # whether a row whose scores are all `-inf` has the result 0; as written, it is NaN
 
   @property
   def is_over_axis(self) -> bool:
@@ -444,11 +438,7 @@ def _of_values(match: Softmax, share: Share) -> Labels:
 
 
 def _order(match: Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
-  """The dims of a sum over the keys, or their factors, as far as the result of the product has them.
-
-  Raises:
-    NotAttention: it has not all of them.
-  """
+  """The dims of a sum over the keys, or their factors; `NotAttention` if the result has not all of them."""
   scores = match.exp.outvars[0].aval
   names, labels = named_dims(scores.shape)
   found: list[DimName] = []

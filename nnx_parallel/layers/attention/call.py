@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.attention.blocks import Way
@@ -18,6 +19,7 @@ from nnx_parallel.layers.attention.find import Attention, Found, check_attention
 Scores = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+@check_arguments(SchemeError)
 def attention(
   query: jax.Array,
   key: jax.Array,

@@ -113,8 +113,7 @@ def check_attention(attention: Attention) -> None:
 def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, str]:
   """The trace of a loss with blockwise or fused attention, and a line that reports the attentions found.
 
-  Raises:
-    TrainError: the loss has no attention; or, with an option of `OVER_AXIS`, the devices cannot share one.
+  `TrainError` if the loss has none, or if, with an option of `OVER_AXIS`, the devices cannot share one.
   """
   way, found = way_of(attention), Found()
   changed = rewritten(jaxpr, way, found, {})
@@ -219,10 +218,7 @@ def is_opened(eqn: JaxprEqn) -> bool:
 
 
 def _replaced(body: Jaxpr, match: Softmax, way: Way) -> tuple[JaxprEqn | None, str | None]:
-  """The blockwise or fused operation of an attention, or None for a single block; and why it has no kernel.
-
-  The reason is None where the fused kernel is used.
-  """
+  """The blockwise or fused operation of an attention, None for a single block; and why it has no kernel."""
   if way.kernel is None:
     return blocked(body, match, way), ""
   try:

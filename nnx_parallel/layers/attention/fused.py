@@ -42,21 +42,16 @@ Condition = tuple[Var, Labels, bool]
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-  """A product of queries and keys, scaled, capped by `cap * tanh(x / cap)`, masked, plus a bias.
+  """A product of queries and keys, scaled, capped by `cap * tanh(x / cap)`, masked, plus a bias."""
 
-  Attributes:
-    dims: for each dim of the scores, the dim of the product.
-    fills: the values of what is not kept.
-    bias: what is added, its dim for each dim of the scores, and its factor.
-    is_open: whether something is added to the number that a mask puts, so that it has a gradient.
-  """
-
-  dims: tuple[int, ...]
+  dims: tuple[int, ...]  # for each dim of the scores, the dim of the product
   scale: float = 1.0
   cap: float | None = None
   masks: tuple[Condition, ...] = ()
-  fills: frozenset[float] = frozenset()
+  fills: frozenset[float] = frozenset()  # the values of what is not kept
+  # what is added, its dim for each dim of the scores, and its factor
   bias: tuple[Var, tuple[int, ...], float] | None = None
+  # whether something is added to the number that a mask puts, so that it has a gradient
   is_open: bool = False
 
   @property
@@ -76,20 +71,15 @@ class _Scores:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-  """An attention as the kernel computes it.
-
-  Attributes:
-    inputs, orders: query, key and value, and their dims in the order of `names`, then features.
-    names: the dims of the scores: `shared` dims (examples, heads), other dims of the query, queries, keys.
-    order: the dims of the result, in terms of the dims of the kernels' results.
-  """
+  """An attention as the kernel computes it."""
 
   scores: _Scores
-  inputs: tuple[Var, Var, Var]
+  inputs: tuple[Var, Var, Var]  # query, key and value, and their dims in the order of `names`, then features
   orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+  # the dims of the scores: `shared` dims (examples, heads), other dims of the query, queries, keys
   names: tuple[int, ...]
   shared: int
-  order: tuple[int, ...]
+  order: tuple[int, ...]  # the dims of the result, in terms of the dims of the kernels' results
 
   @property
   def whole(self) -> list[int]:
@@ -106,11 +96,7 @@ class _Given(NamedTuple):
 
 
 def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel, *, zeros: bool = False) -> JaxprEqn:
-  """The operation that computes an attention by a kernel; with `zeros`, a row of `-inf` is 0, not NaN.
-
-  Raises:
-    NotFused: it has not the form that the kernel computes.
-  """
+  """The operation of an attention by a kernel, or `NotFused`; with `zeros`, a row of `-inf` is 0, not NaN."""
   made = makers(body)
   scores, product = _scores(match, made)
   form = _form(match, scores, product, _weights(match, made))

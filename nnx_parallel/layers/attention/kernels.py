@@ -32,23 +32,15 @@ class Kernel(Protocol):
     bias: jax.Array | None = None,
     cap: float | None = None,
   ) -> jax.Array:
-    """Returns `[batch, key heads, group, rows, out]`.
+    """Returns `[batch, key heads, group, rows, out]`; `NotFused` if the kernel does not compute this.
 
-    Args:
-      query: `[batch, key heads, group, rows, features]`; the heads of a group share their keys.
-      key: `[batch, key heads, columns, features]`.
-      value: `[batch, key heads, columns, out]`.
-      scale: the factor of the scores.
-      causal: a query sees no later position.
-      window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
-      segments: integers `[batch, rows]`, for as many rows as columns: a position sees positions with the same
-        integer.
-      mask: booleans `[batch or 1, rows, columns]`, true where a score is kept. Each row keeps a score.
-      bias: what is added to the scores, `[batch or 1, key heads or 1, group or 1, rows, columns]`.
-      cap: `cap * tanh(x / cap)` of the scaled scores.
-
-    Raises:
-      NotFused: the kernel does not compute this.
+    Query `[batch, key heads, group, rows, features]`; key and value `[batch, key heads, columns, ...]`.
+    `window`: the last positions, itself included, and if not causal as many ahead. `segments` `[batch,
+    rows]`:
+    equal integers see each other. `mask` `[batch or 1, rows, columns]`: true where a score is kept, one at
+    least
+    in each row. `bias` `[batch or 1, key heads or 1, group or 1, rows, columns]`. `cap`: `cap * tanh(x /
+    cap)`.
     """
     ...
 

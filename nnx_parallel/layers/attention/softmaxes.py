@@ -49,23 +49,16 @@ class NotFused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-  """An attention in a flat program: its exponential, maximum, sum, and product of weights and values.
-
-  Attributes:
-    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
-    side: which operand of the product the weights are.
-    labels: the dims of the weights and of the product's result, as dims of the scores.
-    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
-  """
+  """An attention in a flat program: its exponential, maximum, sum, and product of weights and values."""
 
   exp: JaxprEqn
   largest: JaxprEqn
-  order: tuple[int, ...]
+  order: tuple[int, ...]  # for each dim of the scores, the matching dim of the array that `largest` reduces
   total: JaxprEqn
   product: JaxprEqn
-  side: int
-  labels: tuple[Labels, Labels]
-  zeros_too: bool
+  side: int  # which operand of the product the weights are
+  labels: tuple[Labels, Labels]  # the dims of the weights and of the product's result, as dims of the scores
+  zeros_too: bool  # whether a row of weights may be all zeros, where its sum does not exist
 
   @property
   def cuts(self) -> tuple[Var, Var]:

@@ -63,25 +63,18 @@ def is_first(hop: AnyArray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """One device's part of an attention that the devices of a mesh axis share; None: one device has all of it.
-
-  Attributes:
-    row, column, dim: the names of the dims of queries, of keys, and of what is split: queries or heads.
-    moving: the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None.
-    grid: the blocks of the scores, of all devices.
-    mapped: mesh axes of an enclosing `jax.vmap`.
-    examples: mesh axes that shard dim 0 of the scores, and of each array that has it.
-  """
+  """A device's part of an attention that the devices of a mesh axis share; None: one device has it all."""
 
   axis: str | None
   size: int
-  row: DimName
+  row: DimName  # and `column`, `dim`: the names of queries, of keys, and of what is split, queries or heads
   column: DimName
   dim: DimName
+  # the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None
   moving: DimName
-  grid: Grid
-  mapped: frozenset[str] = frozenset()
-  examples: tuple[str, ...] = ()
+  grid: Grid  # the blocks of the scores, of all devices
+  mapped: frozenset[str] = frozenset()  # mesh axes of an enclosing `jax.vmap`
+  examples: tuple[str, ...] = ()  # mesh axes that shard dim 0 of the scores, and of each array that has it
 
   @property
   def names(self) -> tuple[DimName, ...]:
@@ -205,32 +198,27 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class TileAttention:
-  """The values, weighted by the softmax of scores, as a function of arrays that are read in tiles.
-
-  Attributes:
-    inputs, row, result: the labels of the arrays, of one number per row of the scores, and of the result.
-    slopes: the number of leading arrays that have gradients.
-    largest: `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count.
-    weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
-      and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
-    spread: `(array like row, shape) -> array` with the dims of a result of that shape.
-    seen: which tiles `[blocks of queries, blocks of keys]` a mask does not hide completely; None: all tiles.
-    needed: `arrays -> tiles` that the values that a device holds during a visit do not hide; None: all tiles.
-    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
-  """
+  """The values, weighted by the softmax of scores, as a function of arrays that are read in tiles."""
 
   share: Share
+  # `inputs`, `row` and `result`: the labels of the arrays, of a number per row of the scores, of the result
   inputs: Sequence[Labels]
-  slopes: int
+  slopes: int  # the number of leading arrays that have gradients
   row: Labels
   result: Labels
   dtype: DTypeLike
+  # `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count
   largest: Callable[[Sequence[jax.Array], Places], jax.Array]
+  # `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values, and the
+  # sums of its exponentials over the keys, for the maxima and the sums of the rows
   weighed: Callable[[Sequence[jax.Array], jax.Array, jax.Array, Places], tuple[jax.Array, jax.Array]]
+  # `(array like row, shape) -> array` with the dims of a result of that shape
   spread: Callable[[jax.Array, Sequence[int]], jax.Array]
+  # which tiles `[blocks of queries, blocks of keys]` a mask does not hide completely; None: all tiles
   seen: np.ndarray | None = None
+  # `arrays -> tiles` that the values that a device holds during a visit do not hide; None: all tiles
   needed: Callable[[Sequence[jax.Array]], jax.Array] | None = None
-  zeros_too: bool = False
+  zeros_too: bool = False  # whether a row of weights may be all zeros, where its sum does not exist
 
   def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The result, and the maxima of the rows, which have no gradient."""

@@ -24,17 +24,11 @@ LARGE = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-  """A large leaf that every device holds in full.
+  """A large leaf that every device holds in full."""
 
-  Attributes:
-    leaf: its row in the plan.
-    axis: the largest mesh axis that could split it; None if no axis divides a dim.
-    dim: the dim that it would split, or None.
-  """
-
-  leaf: LeafPlan
-  axis: str | None
-  dim: int | None
+  leaf: LeafPlan  # its row in the plan
+  axis: str | None  # the largest mesh axis that could split it; None if no axis divides a dim
+  dim: int | None  # the dim that it would split, or None
 
   @property
   def wasted(self) -> int:
@@ -53,17 +47,10 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Shown, Sequence[Replicated]):
-  """The large replicated leaves, by bytes wasted; prints as a table, and is falsy if there are none.
+  """The large replicated leaves, by bytes wasted; prints as a table, and is falsy if there are none."""
 
-  Attributes:
-    findings: the leaves, worst first.
-    min_bytes: the threshold that was used, in bytes.
-    faults: known faults of XLA that a hand-written step may meet on this layout, a line for each.
-  """
-
-  findings: tuple[Replicated, ...]
-  min_bytes: int
-  faults: tuple[str, ...] = ()
+  findings: tuple[Replicated, ...]  # the leaves, worst first
+  min_bytes: int  # the threshold that was used, in bytes
 
   def __len__(self) -> int:
     return len(self.findings)
@@ -77,9 +64,6 @@ class Audit(Shown, Sequence[Replicated]):
     return sum(finding.wasted for finding in self.findings)
 
   def __str__(self) -> str:
-    return "\n".join([self._table(), *(f"note: {fault}" for fault in self.faults)])
-
-  def _table(self) -> str:
     if not self.findings:
       return f"nothing above {format_bytes(self.min_bytes)} is replicated."
     rows: list[tuple[str, ...]] = []
@@ -157,19 +141,12 @@ def warn_replicated(plan: PlanTable, *, stacklevel: int = 2) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Trainable(Shown):
-  """The leaves that a filter trains and freezes; prints as a summary.
+  """The leaves that a filter trains and freezes; prints as a summary."""
 
-  Attributes:
-    wrt: the filter.
-    trained: the model's leaves that it selects.
-    frozen: the other parameters (`nnx.Param` and its subclasses).
-    other: the remaining leaves: statistics, RNG state, caches, raw arrays.
-  """
-
-  wrt: nnx.filterlib.Filter
-  trained: tuple[LeafPlan, ...]
-  frozen: tuple[LeafPlan, ...]
-  other: tuple[LeafPlan, ...]
+  wrt: nnx.filterlib.Filter  # the filter
+  trained: tuple[LeafPlan, ...]  # the model's leaves that it selects
+  frozen: tuple[LeafPlan, ...]  # the other parameters (`nnx.Param` and its subclasses)
+  other: tuple[LeafPlan, ...]  # the remaining leaves: statistics, RNG state, caches, raw arrays
 
   def __str__(self) -> str:
     lines = [_count(label, leaves) for label, leaves in self._parts()]

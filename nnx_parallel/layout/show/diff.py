@@ -7,9 +7,11 @@ import difflib
 import os
 from pathlib import Path as File
 
+from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import Shown, format_array, format_bytes, format_spec, number_pattern, text_table
+from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.table import PlanTable
@@ -29,21 +31,13 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class PlanDiff(Shown):
-  """The difference of two plans; prints as a table, and is falsy for equal layouts.
+  """The difference of two plans; prints as a table, and is falsy for equal layouts."""
 
-  Attributes:
-    mesh: the two meshes' axes, when they differ.
-    removed: leaves that only the first plan has.
-    added: leaves that only the second plan has.
-    changes: the differences of leaves that both plans have.
-    bytes_per_device: the bytes of the first plan and of the second plan.
-  """
-
-  mesh: tuple[dict[str, int], dict[str, int]] | None
-  removed: tuple[LeafPlan, ...]
-  added: tuple[LeafPlan, ...]
-  changes: tuple[Change, ...]
-  bytes_per_device: tuple[int, int]
+  mesh: tuple[dict[str, int], dict[str, int]] | None  # the two meshes' axes, when they differ
+  removed: tuple[LeafPlan, ...]  # leaves that only the first plan has
+  added: tuple[LeafPlan, ...]  # leaves that only the second plan has
+  changes: tuple[Change, ...]  # the differences of leaves that both plans have
+  bytes_per_device: tuple[int, int]  # the bytes of the first plan and of the second plan
 
   def __bool__(self) -> bool:
     return bool(self.mesh or self.removed or self.added or self.changes)
@@ -107,6 +101,7 @@ def golden_text(plan: PlanTable) -> str:
   return "\n".join([f"mesh {mesh}", *rows, held, ""])
 
 
+@check_arguments(PlanError)
 def assert_golden_plan(plan: PlanTable, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
   """Fails if the layout of a plan differs from the layout in a file that you keep with your tests.
 

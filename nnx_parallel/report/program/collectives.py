@@ -38,37 +38,25 @@ _COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "c
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective instruction and how often a step runs it.
+  """One collective instruction and how often a step runs it."""
 
-  Attributes:
-    kind: one of `KINDS`.
-    axes: the mesh axes that the collective runs over, in mesh order; empty if no data leaves a device.
-    complete: False if a group is only a part of the devices along these axes.
-    group_size: the number of devices of one group.
-    dtype: element type of the first array.
-    bytes: payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
-      reduce-scatter, the array of the other kinds, per device). A ragged all-to-all may send less.
-    times: the number of runs in one call of the program, loops multiplied out.
-    overlapped: whether compute is scheduled between its start and its end.
-    op: the JAX name stack.
-    source: `file.py:line`, or an empty string.
-    parameters: names of the program's arguments whose values it carries, if they can be followed.
-    slices: the number of TPU slices, or hosts of other devices, between which a group sends; 1 within one
-      slice.
-  """
-
-  kind: str
+  kind: str  # one of `KINDS`
+  # the mesh axes that the collective runs over, in mesh order; empty if no data leaves a device
   axes: tuple[str, ...]
-  complete: bool
-  group_size: int
-  dtype: str
+  complete: bool  # False if a group is only a part of the devices along these axes
+  group_size: int  # the number of devices of one group
+  dtype: str  # element type of the first array
+  # payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
+  # reduce-scatter, the array of the other kinds, per device). A ragged all-to-all may send less.
   bytes: int
-  times: int
-  overlapped: bool
-  op: str
-  source: str
+  times: int  # the number of runs in one call of the program, loops multiplied out
+  overlapped: bool  # whether compute is scheduled between its start and its end
+  op: str  # the JAX name stack
+  source: str  # `file.py:line`, or an empty string
+  # names of the program's arguments whose values it carries, if they can be followed
   parameters: tuple[str, ...]
   name: str
+  # the number of TPU slices, or hosts of other devices, between which a group sends; 1 within one slice
   slices: int = 1
 
   @property
@@ -78,19 +66,12 @@ class Collective:
 
   @property
   def sent_bytes(self) -> int:
-    """The bytes that each device sends in one step with ring algorithms.
-
-    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-    2005.
-    """
+    """The bytes that each device sends in one step with ring algorithms (Thakur et al., MPICH, 2005)."""
     return self.times * ring_bytes(self.kind, self.bytes, self.group_size)
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
-  """The bytes that each device sends for a collective of `payload` bytes in a group of `group_size`.
-
-  All-gather, reduce-scatter and all-to-all send `S (n-1)/n`, all-reduce twice that, the others `S`.
-  """
+  """The bytes that each device of a group sends for a collective of `payload` bytes."""
   if kind in ("collective-permute", "collective-broadcast"):
     return payload
   passes = 2 if kind == "all-reduce" else 1
@@ -100,10 +81,9 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
 def collectives(
   program: str | hlo.Program, axes: Mapping[str, int], slices: Labels | None = None
 ) -> tuple[Collective, ...]:
-  """The collectives of a compiled program that move data, in program order.
+  """The collectives that move data, in program order; `axes` are in mesh order, as `dict(mesh.shape)`.
 
-  `program` is HLO text, or a parsed program; `axes` are in mesh order (`dict(mesh.shape)`); `slices` has the
-  slice or host at each position of the mesh, and by default there is a single slice.
+  `slices` has the slice or host at each position of the mesh; by default there is one.
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   finder = AxisFinder(axes)
@@ -131,12 +111,7 @@ def totals(items: Iterable[Collective], key: Callable[[Collective], Any]) -> dic
 
 
 def _describe(
-  program: hlo.Program,
-  run: hlo.Executed,
-  kind: str,
-  finder: AxisFinder,
-  slices: Labels,
-  origins: Origins,
+  program: hlo.Program, run: hlo.Executed, kind: str, finder: AxisFinder, slices: Labels, origins: Origins
 ) -> Collective:
   instruction = run.instruction
   programs = finder.devices // program.partitions if program.partitions > 1 else 1
@@ -147,6 +122,7 @@ def _describe(
   # Fusions of a TPU program that are reduce-scatters: an all-reduce, then a slice of its result.
   if kind == "all-reduce" and run.computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
+  groups, _ = np.unique(np.stack([labels, slices]), axis=1)  # each group once in each slice that it spans
   shapes = _payload(instruction, kind, group_size)
   made = origins.made(instruction, run.caller)
   return Collective(
@@ -162,14 +138,8 @@ def _describe(
     source=origins.source(made) if made else "",
     parameters=origins.of(instruction) if kind in _CARRIES else (),
     name=instruction.name,
-    slices=_spanned(labels, slices),
+    slices=int(np.unique(groups, return_counts=True)[1].max()),
   )
-
-
-def _spanned(labels: Labels, slices: Labels) -> int:
-  """The largest number of slices that one group spans."""
-  groups, _ = np.unique(np.stack([labels, slices]), axis=1)
-  return int(np.unique(groups, return_counts=True)[1].max())
 
 
 def _groups(instruction: hlo.Instruction, devices: int, programs: int) -> tuple[Labels, int]:
@@ -227,11 +197,8 @@ def _overlapped(program: hlo.Program, run: hlo.Executed) -> bool:
 
 
 def between(order: Sequence[hlo.Instruction], start: hlo.Instruction) -> Sequence[hlo.Instruction]:
-  """The instructions scheduled between an asynchronous start and its end.
-
-  A SparseCore gets its work in two steps: the `call-start` loads the program, and the `call-update` gives the
-  operands. The work starts at the second step.
-  """
+  """The instructions scheduled between an asynchronous start and its end."""
+  # A SparseCore gets its program (`call-start`), then its operands (`call-update`), and works from there on.
   first, last, chain = order.index(start), len(order), start
   for place, at in enumerate(order[first + 1 :], first + 1):
     if chain in at.inputs and at.opcode.endswith("-update"):

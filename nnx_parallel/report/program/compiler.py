@@ -55,54 +55,28 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-  """The memory that was missing, by a compiler that checks it (TPU).
-
-  Attributes:
-    bytes: the bytes needed per device.
-    total: whether `bytes` is everything. Otherwise the arguments that are not donated come on top: the
-      compiler's "temporaries" are the total of its memory report, which includes donated arguments and
-      results (libtpu 0.0.42 and 0.0.50).
-  """
+  """The bytes per device that a program would need, by a compiler that checks it (TPU)."""
 
   bytes: int
+  # False: arguments that are not donated come on top (libtpu 0.0.42 and 0.0.50 print "temporaries").
   total: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshard:
-  """One `Involuntary full rematerialization` warning of the partitioner.
+  """One `Involuntary full rematerialization` warning of the partitioner."""
 
-  Attributes:
-    op: the JAX name stack, or the HLO name if there is no name stack.
-    source: `file.py:line`, or an empty string.
-    shape: dtype and dims as the compiler printed them, which may be one device's block.
-    bytes: the bytes of that shape.
-    before: the original sharding, as the compiler writes it.
-    after: the sharding that was requested.
-  """
-
-  op: str
-  source: str
-  shape: str
-  bytes: int
-  before: str
-  after: str
+  op: str  # the JAX name stack, or the HLO name if there is no name stack
+  source: str  # `file.py:line`, or an empty string
+  shape: str  # dtype and dims as the compiler printed them, which may be one device's block
+  bytes: int  # the bytes of that shape
+  before: str  # the original sharding, as the compiler writes it
+  after: str  # the sharding that was requested
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """The output of a compilation; texts that were not dumped are empty.
-
-  Attributes:
-    text: the final program; if it ran out of memory, as far as the compiler came.
-    partitioned: the program of one device right after SPMD partitioning.
-    memory: the compiler's figures.
-    shortage: the missing memory, or None.
-    log: the compiler's log.
-    seconds: wall time of the compilation.
-    live: the compiler's list of live ranges.
-    before: the program right before partitioning, with the layout of each array.
-  """
+  """The program, its texts on the way (empty if not dumped), and the compiler's log, figures and seconds."""
 
   text: str
   partitioned: str
@@ -117,11 +91,7 @@ class Compiled:
 def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
   """Compiles a lowered program; a `ReportError` if that failed for another reason than memory."""
   with tempfile.TemporaryDirectory() as folder:
-    options = {
-      "xla_dump_to": folder,
-      "xla_dump_hlo_pass_re": "spmd.*",
-      "xla_dump_hlo_as_text": True,
-    }
+    options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*", "xla_dump_hlo_as_text": True}
     start = time.perf_counter()
     compiled, short = None, None
     with _standard_error() as log, _no_cache():
@@ -216,10 +186,7 @@ _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 
 @contextlib.contextmanager
 def _standard_error() -> Generator[list[str]]:
-  """Collects what compilers write to the process's standard error, then passes it on.
-
-  A failed check in a compiler ends the process: a child process then prints the compiler's output.
-  """
+  """Collects what compilers write to the process's standard error, then passes it on."""
   with _ALONE:
     log = [""]
     sys.stderr.flush()

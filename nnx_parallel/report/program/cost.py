@@ -31,19 +31,15 @@ _FREE = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """The work of one call of the program on one device.
+  """The work of one call of the program on one device."""
 
-  Attributes:
-    arithmetic: floating point operations of matrix products, convolutions, and kernels that state theirs (a
-      multiply-add is two), by type and precision; see `Chip.peak`.
-    hbm_bytes: bytes read and written by the scheduled operations; values that a fusion keeps in registers do
-      not count, values that stay in a cache do.
-    uncounted: operation -> runs, of operations missing in `arithmetic`: custom calls, loops of unknown
-      length.
-  """
-
+  # floating point operations of matrix products, convolutions, and kernels that state theirs (a multiply-add
+  # is two), by type and precision; see `Chip.peak`
   arithmetic: Mapping[str, int]
+  # bytes read and written by the scheduled operations; values that a fusion keeps in registers do not count,
+  # values that stay in a cache do
   hbm_bytes: int
+  # operation -> runs, of operations missing in `arithmetic`: custom calls, loops of unknown length
   uncounted: Mapping[str, int]
 
   @property
@@ -53,10 +49,9 @@ class Cost:
 
 
 def cost(program: str | hlo.Program) -> Cost:
-  """Counts matrix FLOPs and memory traffic of a program, per device.
+  """Counts matrix FLOPs and memory traffic per device. `cost_analysis()` would count the body of a loop once.
 
-  Compiler reports (`cost_analysis()`) count the body of a loop once; here it counts as often as it
-  runs. Elementwise work is left out: it is bound by memory traffic on every chip.
+  Elementwise work is left out: it is bound by memory traffic on every chip.
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   arithmetic: dict[str, int] = {}
@@ -107,10 +102,7 @@ def _flops(instruction: hlo.Instruction) -> int:
 
 
 def _convolution_flops(instruction: hlo.Instruction) -> int:
-  """Two FLOPs for each product with an element of the left operand; padding and holes do not count.
-
-  TPU compilers write a matrix product with several dims of its result as a convolution over padding.
-  """
+  """Two FLOPs for each product with an element of the left operand; padding and holes do not count."""
   left, kernel = (operand.shapes[0].dims for operand in instruction.inputs[:2])
   out, labels = instruction.shapes[0], _LABELS.search(instruction.rest)
   if labels is None:
@@ -129,11 +121,7 @@ def _convolution_flops(instruction: hlo.Instruction) -> int:
 
 @functools.cache
 def _products_along(size: tuple[int, int, int], stride: int, holes: int, spread: int, pad: int) -> int:
-  """The products along one dim of a convolution that meet an element of the left operand.
-
-  The sizes are of the left operand, the kernel and the result; `holes` is the dilation of the left operand,
-  `spread` of the kernel, and `pad` the padding in front of the left operand.
-  """
+  """The products along one dim, of sizes (left, kernel, out), that meet an element of the left operand."""
   left, kernel, out = size
   places = (np.arange(out) * stride - pad + k * spread for k in range(kernel))
   return sum(int(((at >= 0) & (at <= (left - 1) * holes) & (at % holes == 0)).sum()) for at in places)

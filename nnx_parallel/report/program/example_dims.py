@@ -99,9 +99,7 @@ def _calls(
 def _merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
   """Groups of dims that a reshape merges or splits, without dims of size 1.
 
-  Example:
-    >>> list(_merged((4, 6, 1, 5), (24, 5)))
-    [([0, 1], [0]), ([3], [1])]
+  (4, 6, 1, 5) to (24, 5): ([0, 1], [0]) and ([3], [1]).
   """
   ones = [n for n, size in enumerate(before) if size != 1]
   others = [n for n, size in enumerate(after) if size != 1]

@@ -60,17 +60,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  """One line of a computation.
-
-  Attributes:
-    name: its name in the program.
-    opcode: the name of its operation.
-    result: the text of its type.
-    inputs: the instructions of the same computation that it reads.
-    arguments: the text between its parentheses.
-    rest: everything after them.
-    root: whether the computation returns its value.
-  """
+  """One line of a computation; `arguments` is the text between its parentheses, `rest` what follows."""
 
   name: str
   opcode: str
@@ -193,10 +183,9 @@ class Program:
     return self.frames.get(instruction.frame, "")
 
   def executed(self) -> Iterator[Executed]:
-    """Every instruction that runs, loops multiplied out, fused computations included.
+    """Every instruction that runs, loops multiplied out, with fused computations and all branches.
 
-    All branches of a conditional are listed: an upper bound. A loop of unknown length (`trips`) is listed
-    once: a lower bound.
+    So it is an upper bound; a loop of unknown length (`trips`) is listed once, which is a lower bound.
     """
     yield from self._walk(self.entry, 1, None)
 
@@ -301,12 +290,7 @@ def parse(text: str) -> Program:
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
-  """All array shapes in a piece of HLO text, left to right.
-
-  Example:
-    >>> read_shapes("(f32[4,8]{1,0:T(8,128)}, bf16[])")
-    (Shape(dtype='f32', dims=(4, 8)), Shape(dtype='bf16', dims=()))
-  """
+  """All array shapes in a piece of HLO text, such as "(f32[4,8]{1,0:T(8,128)}, bf16[])", left to right."""
   return tuple(
     Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
     for dtype, dims in _SHAPE.findall(text)
@@ -315,10 +299,7 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def read_instruction(line: str, known: dict[str, Instruction] | None = None) -> Instruction | None:
-  """One line of a computation, indented; None for another text. `known` has the instructions before it.
-
-  Dumps write `%loop#2` for an element of a tuple, which becomes an instruction there.
-  """
+  """One indented line of a computation, or None; `known` has the instructions before it, by name."""
   match = _INSTRUCTION.match(line)
   if not match:
     return None
@@ -389,10 +370,7 @@ def _read_frames(text: str) -> dict[int, str]:
 
 
 def _users_line(frame: int, own: Mapping[int, str], parents: Mapping[int, int]) -> str:
-  """The innermost line outside other packages, or the innermost line.
-
-  This package counts as the user's: its additions to a step (sums over microbatches) have no user line.
-  """
+  """The innermost line outside other packages, or the innermost line."""
   at = frame
   while at in own and "site-packages" in own[at].replace("site-packages/nnx_parallel/", ""):
     at = parents[at]

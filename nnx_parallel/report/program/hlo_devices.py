@@ -50,10 +50,7 @@ class AxisFinder:
     self._exact = {labels.tobytes(): axes for axes, labels in reversed(self._grids.items())}
 
   def match(self, labels: Labels) -> tuple[tuple[str, ...], bool]:
-    """The axes of a grouping, in mesh order, and whether a group spans all of them, or a part: neighbours.
-
-    `labels[i]` is the smallest member of the group that holds position `i`.
-    """
+    """The axes of a grouping, in mesh order, and whether a group spans all of them, or only neighbours."""
     exact = self._exact.get(labels.tobytes())
     if exact is not None:
       return exact, True
@@ -65,10 +62,7 @@ class AxisFinder:
 
 
 def group_labels(text: str, devices: int) -> Labels:
-  """The smallest member of the group of each of the positions, from the text of `replica_groups`.
-
-  Empty braces mean one group of all devices; a position in no group is a group of one.
-  """
+  """The smallest member of the group of each position, from the text of `replica_groups`."""
   labels = np.arange(devices)
   for row in group_rows(text, devices):
     labels[row] = min(row)
@@ -93,8 +87,7 @@ def group_rows(text: str, devices: int) -> list[list[int]]:
 def blocks_over(text: str, sizes: Mapping[str, int]) -> tuple[int, Labels, Labels]:
   """Reads axes as `'a', 'b':(2)2`, where the second is a part of an axis: 2 blocks, inside 2 other blocks.
 
-  Returns the number of blocks; the block of each position of the mesh; and the position in the first block
-  with the same place in all other axes.
+  Returns their number, the block of each position, and the position at its place in the first block.
   """
   rest = np.arange(math.prod(sizes.values()))
   count, block = 1, np.zeros_like(rest)
@@ -140,13 +133,7 @@ def pairs_of(text: str) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How an array is split over devices.
-
-  Attributes:
-    parts: the number of blocks along each dim; empty if the array is replicated.
-    blocks: (devices, dims): the number of the block that each device holds.
-    manual: whether it is inside a `shard_map`, so that the array is a block already.
-  """
+  """The number of blocks along each dim (none: replicated), and the block of each device, (devices, dims)."""
 
   parts: tuple[int, ...]
   blocks: Labels
@@ -159,10 +146,7 @@ class Tiling:
 
 @functools.lru_cache(maxsize=1024)
 def read_tiling(text: str, devices: int) -> Tiling | None:
-  """Reads the value of `sharding=` of one array; empty means replicated.
-
-  Returns None for an unsupported layout (one device holds all, partial sums).
-  """
+  """Reads the `sharding=` of one array; empty is replicated. None: one device holds all, or partial sums."""
   if "unreduced" in text or "maximal" in text:
     return None
   if not text or text.strip() in ("{replicated}", "{mesh[], replicated}"):

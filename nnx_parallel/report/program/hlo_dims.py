@@ -107,10 +107,7 @@ _LIKE: Mapping[str, tuple[str, _Params]] = {
 
 
 def dims_of(at: Instruction, shapes: Shapes, results: Shapes) -> DimMap | None:
-  """How an operation treats the dims of its operands; None if it is not in the table.
-
-  For a reduction of several arrays, the map is for the first array.
-  """
+  """How an operation treats the dims of its operands, or None; of a reduction, those of the first array."""
   if at.opcode not in _LIKE or (at.opcode == "scatter" and len(results) > 1):
     return None
   if at.opcode in ("gather", "scatter") and int(at.attribute("index_vector_dim")) < len(shapes[1]) - 1:

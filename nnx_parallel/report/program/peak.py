@@ -19,30 +19,21 @@ _SMALL = 1024
 
 @dataclasses.dataclass(frozen=True)
 class PeakBuffer:
-  """Arrays of one shape and line that are in memory at the peak, besides the program's arguments.
+  """Arrays of one shape and line that are in memory at the peak, besides the program's arguments."""
 
-  Attributes:
-    shape: dtype and dims of one array, per device.
-    count: the number of arrays of that shape from that place.
-    bytes: the bytes of all arrays, per device, with the padding of the backend.
-    op: the JAX name stack of one array, or its HLO name if there is no name stack.
-    source: `file.py:line`, or an empty string.
-    parameters: names of the program's arguments whose values they hold: a gathered or cast parameter.
-  """
-
-  shape: str
-  count: int
-  bytes: int
-  op: str
-  source: str
+  shape: str  # dtype and dims of one array, per device
+  count: int  # the number of arrays of that shape from that place
+  bytes: int  # the bytes of all arrays, per device, with the padding of the backend
+  op: str  # the JAX name stack of one array, or its HLO name if there is no name stack
+  source: str  # `file.py:line`, or an empty string
+  # names of the program's arguments whose values they hold: a gathered or cast parameter
   parameters: tuple[str, ...]
 
 
 def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[PeakBuffer, ...]:
-  """The values that are alive at the peak, from the compiler's list (`*-live-range.txt`), which may be empty.
+  """The values that are alive at the peak, by the compiler's list (`*-live-range.txt`), largest first.
 
-  Largest first; arrays of one shape and line are merged; without the arguments and arrays below a KiB.
-  `names` maps arguments as JAX names them to names to print.
+  Arrays of one shape and line are merged; arguments and arrays below a KiB are left out.
   """
   section = _SECTION.search(dump)
   if not section:

@@ -36,32 +36,20 @@ _Key = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedActivation:
-  """Arrays of one shape, made at one line, that are replicated over mesh axes that shard the batch.
+  """Arrays of one shape, made at one line, that are replicated over mesh axes that shard the batch."""
 
-  Attributes:
-    dtype: as the compiler names it, e.g. `"f32"`.
-    shape: the dims of one array on each device, as the program has them before the compiler merges any.
-    global_shape: the global dims of the array.
-    batch_dim: the dim of the examples.
-    bytes: the bytes of one array, per device.
-    count: the number of arrays that the compiled program makes at that line.
-    copies: the number of devices that hold the same values, among the devices that share the batch.
-    place: the place of the first array in the program; the smallest place is often the cause of the rest.
-    op: the JAX name stack of the first array.
-    source: `file.py:line`, or an empty string.
-    constraint: `file.py:line` of the sharding constraint that replicates the arrays, or an empty string.
-  """
-
-  dtype: str
+  dtype: str  # as the compiler names it, e.g. `"f32"`.
+  # the dims of one array on each device, as the program has them before the compiler merges any
   shape: tuple[int, ...]
-  global_shape: tuple[int, ...]
-  batch_dim: int
-  bytes: int
-  count: int
-  copies: int
-  place: int
-  op: str
-  source: str
+  global_shape: tuple[int, ...]  # the global dims of the array
+  batch_dim: int  # the dim of the examples
+  bytes: int  # the bytes of one array, per device
+  count: int  # the number of arrays that the compiled program makes at that line
+  copies: int  # the number of devices that hold the same values, among the devices that share the batch
+  place: int  # the place of the first array in the program; the smallest place is often the cause of the rest
+  op: str  # the JAX name stack of the first array
+  source: str  # `file.py:line`, or an empty string
+  # `file.py:line` of the sharding constraint that replicates the arrays, or an empty string
   constraint: str = ""
 
   @property
@@ -79,14 +67,9 @@ class ReplicatedActivation:
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-  """An array of the program before partitioning.
+  """An array of the program before partitioning; `examples` is the dim of the examples, `place` its place.
 
-  Attributes:
-    dims: the global dims of the array.
-    examples: the dim that indexes the examples, or None.
-    tiling: its layout.
-    place: its place in the program.
-    constraint: `file.py:line` of a sharding constraint on it that replicates the batch, or an empty string.
+  `constraint` is `file.py:line` of a sharding constraint that replicates its batch, or an empty string.
   """
 
   dims: tuple[int, ...]
@@ -119,10 +102,9 @@ def replicated_activations(
   is_batch: Callable[[str], bool],
   least: float,
 ) -> tuple[ReplicatedActivation, ...]:
-  """Lists activations that are replicated over the batch axes, largest first; merges equal shapes and lines.
+  """Lists activations of `least` bytes that are replicated over batch axes; merges equal shapes and lines.
 
-  `before` is the program before the partitioner, with layouts, `final` the program that the compiler made.
-  `is_batch` takes the JAX name of an argument. Arrays of less than `least` bytes are left out.
+  `before` is the program before partitioning; `is_batch` takes the JAX name of an argument.
   """
   groups = _groups(sizes, batch_axes)
   # The compiler may merge dims, so `known` has each array by its dims and by its size. If one line makes both

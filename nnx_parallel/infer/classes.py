@@ -18,17 +18,11 @@ Dims = tuple[int, ...]
 
 @dataclasses.dataclass
 class Class:
-  """The facts about a class of dims.
+  """The facts about a class of dims."""
 
-  Attributes:
-    sizes: the sizes of its dims, in elements; a split must divide all of them.
-    collectives: the cost of its split: one for each sum over it and each look-up in it.
-    is_product: whether it takes part in a matrix product, a convolution or a look-up.
-  """
-
-  sizes: set[int]
-  collectives: int = 0
-  is_product: bool = False
+  sizes: set[int]  # the sizes of its dims, in elements; a split must divide all of them
+  collectives: int = 0  # the cost of its split: one for each sum over it and each look-up in it
+  is_product: bool = False  # whether it takes part in a matrix product, a convolution or a look-up
 
 
 class Classes:

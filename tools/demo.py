@@ -1,4 +1,4 @@
-"""`nnx-parallel demo`: the main job once on real text, with every claim checked; `make demo` runs it."""
+"""`make demo`: the main job once on real text, with every claim checked."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import math
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import nnx_parallel as nxp
 from nnx_parallel.cli import options
 from nnx_parallel.cli.train import describe, format_record
-from nnx_parallel.errors import CheckpointError
-
-if TYPE_CHECKING:
-  import nnx_parallel as nxp
-  from nnx_parallel.loop.loader import Recipe
-  from nnx_parallel.loop.run import Run
+from nnx_parallel.core.text import print_text, text_table
+from nnx_parallel.create import layout_check
+from nnx_parallel.loop.loader import Recipe, load_recipe
+from nnx_parallel.loop.progress import StepProgress
+from nnx_parallel.loop.recipe import plan_recipe, restore, start
+from nnx_parallel.loop.run import Run
+from nnx_parallel.recipes import text_lm
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 DEVICES = 8
@@ -34,29 +37,18 @@ TOLERANCE = 1e-5  # largest relative difference of a loss; training is in float3
 RECORD = "demo.txt"  # the summary of a demo; the next demo may replace a folder that has it
 
 
-def register(commands: options.Commands) -> None:
-  """Adds this command."""
-  parser = options.add_command(
-    commands,
-    "demo",
-    run,
-    help="the main job once: plan, train, save, restore elsewhere, compare",
-    description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
-    " and checks that each continues as the run that never stopped. Exit code 3: a claim does not hold.",
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device, and"
+    " checks that each continues as the run that never stopped. Exit code 3: a claim does not hold."
   )
-  add = parser.add_argument
-  add("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")
-  add("--steps", type=options.positive, default=200, metavar="N", help="training steps (200)")
-  add("--text", metavar="DIR", help="text to train on (Python's standard library)")
+  parser.add_argument("--out", default="runs/demo", metavar="DIR", help="where files go (runs/demo)")
+  parser.add_argument("--steps", type=options.positive, default=200, metavar="N", help="training steps (200)")
+  parser.add_argument("--text", metavar="DIR", help="text to train on (Python's standard library)")
+  return parser.parse_args(arguments)
 
 
 def run(args: argparse.Namespace) -> int:
-  """Runs the demo; exit code 3 when a claim does not hold."""
-  import nnx_parallel as nxp
-  from nnx_parallel.loop.loader import load_recipe
-  from nnx_parallel.loop.progress import StepProgress
-  from nnx_parallel.loop.recipe import plan_recipe, start
-
   started = time.perf_counter()
   recipe = load_recipe("text_lm").given(text=args.text)
   options.start_devices(MESH, DEVICES)
@@ -122,9 +114,7 @@ def fresh_folder(folder: Path) -> Path:
   """An empty folder; the folder of an earlier demo is replaced."""
   if folder.is_dir() and any(folder.iterdir()):
     if not (folder / RECORD).is_file():
-      raise CheckpointError(
-        f"{folder} is not empty, and no demo made it.", fix="another --out DIR, or delete the folder."
-      )
+      raise SystemExit(f"{folder} is not empty, and no demo made it.\n  Fix: another --out DIR.")
     shutil.rmtree(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / RECORD).touch()
@@ -133,8 +123,6 @@ def fresh_folder(folder: Path) -> Path:
 
 def describe_text(folder: str | None) -> str:
   """The size and source of the text, in one line."""
-  from nnx_parallel.recipes import text_lm
-
   folder = folder or os.environ.get("NXP_TEXT")
   train, held_out = text_lm.read_text(folder, 1)
   source = folder or f"Python {platform.python_version()}'s own library"
@@ -145,10 +133,6 @@ def continue_at(
   title: str, recipe: Recipe, checkpointer: nxp.Checkpointer
 ) -> tuple[Sequence[float], list[str]]:
   """Restores on a mesh of `PLACES`; returns the next losses, and arrays without their planned layout."""
-  import nnx_parallel as nxp
-  from nnx_parallel.create import layout_check
-  from nnx_parallel.loop.recipe import plan_recipe, restore
-
   sizes, rules = PLACES[title], None
   if "shard" in sizes:  # not the axes of the recipe's rules
     batch = ("replica", "shard")
@@ -175,8 +159,6 @@ def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def print_comparison(losses: Mapping[str, Sequence[float]], step: int) -> None:
   """Prints the losses on each mesh, step by step."""
-  from nnx_parallel.core.text import print_text, text_table
-
   rows = [
     [f"{step + 1 + at}", *(f"{loss:.7f}" for loss in row)]
     for at, row in enumerate(zip(*losses.values(), strict=True))
@@ -195,3 +177,7 @@ def find_failures(before: float, after: float, found: Mapping[str, float]) -> li
   if not after < before:
     failures.append("the held-out text is not predicted better than before training")
   return failures
+
+
+if __name__ == "__main__":
+  sys.exit(run(parse()))

@@ -26,14 +26,15 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.checked import check_arrays
 from nnx_parallel.core.given import is_count
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Names, Path, array_leaves, is_rng, names_of, path_str, value_of, variables
 from nnx_parallel.core.types import Leaf, PyTree
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.infer.classes import Classes
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.dims import Classes
 from nnx_parallel.layout.tracing import state_paths, trace_module, without_mesh
 from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, fsdp, replicate
 from nnx_parallel.rules.logical import LogicalRules
@@ -107,6 +108,9 @@ def infer_rules(
       "infer_rules needs example inputs to trace the module with.",
       fix="infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
     )
+  if call is not None and not callable(call):
+    raise ShardingError(f"call={call!r:.60} is no function.", fix="call=lambda module, x: module.encode(x)")
+  check_arrays(ShardingError, "inputs", inputs)
   batch = tuple(axis for axis in sizes if axis in AXES)
   module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).made.node
   named = _Named.of(module, sizes)
@@ -123,18 +127,12 @@ def infer_rules(
 
 @dataclasses.dataclass
 class _Named:
-  """The Variables of a module that have names.
+  """The Variables of a module that have names."""
 
-  Attributes:
-    names: the names by path.
-    logical: all names that need a rule.
-    single: those that are always alone in their dim.
-    fixed: the paths of Variables that name mesh axes, bring rules, or have several names in one dim.
-  """
-
-  names: dict[Path, Names]
-  logical: list[str]
-  single: list[str]
+  names: dict[Path, Names]  # the names by path
+  logical: list[str]  # all names that need a rule
+  single: list[str]  # those that are always alone in their dim
+  # the paths of Variables that name mesh axes, bring rules, or have several names in one dim
   fixed: set[Path]
 
   @classmethod

@@ -1,0 +1,298 @@
+"""Refuses arguments of public functions that are not what their annotations say, before anything runs."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import io
+import numbers
+import os
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_parallel.core.given import is_one_of
+from nnx_parallel.core.text import with_article
+from nnx_parallel.errors import NnxParallelError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def check_arguments(error: type[NnxParallelError], /, *own: str, **limits: int | range) -> Callable[[F], F]:
+  """Makes a function, or the constructor of a class, raise `error` for arguments of other types.
+
+  `own` are arguments of which the function itself says more, as `check_plan` does of a plan. `limits` has
+  the smallest numbers that arguments may be, or the range of them. Numbers of NumPy become Python's. What no
+  annotation says, such as shapes and keys of dicts, the function still has to look at.
+
+  Example:
+    >>> from nnx_parallel.errors import TrainError
+    >>> @check_arguments(TrainError, count=1)
+    ... def repeat(text: str, count: int = 1) -> str:
+    ...   '''Repeats.
+    ...
+    ...   Args:
+    ...     count: how often.
+    ...   '''
+    ...   return text * count
+    >>> repeat("a", count=0)
+    Traceback (most recent call last):
+    nnx_parallel.errors.TrainError: repeat got count=0.
+      count: int, at least 1
+      Fix: count: how often.
+  """
+
+  def decorate(function: Any) -> Any:
+    if inspect.isclass(function):
+      made: Any = function
+      made.__init__ = _wrapped(made.__init__, error, own, limits)
+      return made
+    return _wrapped(function, error, own, limits)
+
+  return decorate
+
+
+def _wrapped(
+  function: Any, error: type[NnxParallelError], own: Collection[str], limits: Mapping[str, int | range]
+) -> Any:
+  parameters = functools.cache(lambda: _parameters(function, own))
+
+  @functools.wraps(function)
+  def wrapper(*args: Any, **keywords: Any) -> Any:
+    signature, kinds = parameters()
+    try:
+      bound = signature.bind(*args, **keywords)
+    except TypeError:  # Python says it best
+      return function(*args, **keywords)
+    for name, kind in kinds.items():
+      if name not in bound.arguments:
+        continue
+      value, parameter = bound.arguments[name], signature.parameters[name]
+      for x in _values(value, parameter):
+        if not fits(x, kind) or not _is_within(x, limits.get(name)):
+          documented: Any = type(args[0]) if function.__name__ == "__init__" else function
+          raise _refusal(documented, error, parameter, x, limits.get(name))
+      if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        bound.arguments[name] = _as_python(value, kind if isinstance(kind, tuple) else (kind,))
+    return function(*bound.args, **bound.kwargs)
+
+  return wrapper
+
+
+def _values(value: Any, parameter: inspect.Parameter) -> Iterable[Any]:
+  if parameter.kind is parameter.VAR_KEYWORD:
+    return value.values()
+  return value if parameter.kind is parameter.VAR_POSITIONAL else (value,)
+
+
+def _as_python(value: Any, kinds: tuple[Any, ...]) -> Any:
+  """A number as an argument of these kinds: of NumPy as Python's, and a float where no int is meant."""
+  if isinstance(value, np.generic) and any(kind in _NUMBERS for kind in kinds):
+    value = value.item()
+  return float(value) if type(value) is int and float in kinds and int not in kinds else value
+
+
+def _is_within(x: object, limit: int | range | None) -> bool:
+  if limit is None or not isinstance(x, int | float | np.number):
+    return True
+  return int(x) in limit if isinstance(limit, range) else bool(x >= limit)
+
+
+def _parameters(function: Any, own: Collection[str]) -> tuple[inspect.Signature, dict[str, Any]]:
+  """The signature of a function, and the types of its parameters, of those that can be looked up."""
+  inner, signature = inspect.unwrap(function), inspect.signature(function)
+  kinds: dict[str, Any] = {}
+  for name, parameter in signature.parameters.items():
+    if parameter.annotation is parameter.empty or name in own:
+      continue
+    kind = _evaluated(parameter.annotation, inner.__globals__)
+    if parameter.kind is not parameter.VAR_KEYWORD or kind in _NUMBERS:
+      kinds[name] = kind
+  return signature, kinds
+
+
+class _Named(NamedTuple):
+  """A type whose annotation says less than it means."""
+
+  fits: Callable[[Any], bool]
+
+
+def is_dtype(value: Any) -> bool:
+  """Whether a value names a dtype."""
+  if value is None or (not isinstance(value, str | type | np.dtype) and not hasattr(value, "dtype")):
+    return False
+  try:
+    return not isinstance(value, jax.Array | np.ndarray | np.generic) and jnp.dtype(value).kind not in "OSUMm"
+  except TypeError:
+    return False
+
+
+def _is_filter(value: Any) -> bool:
+  try:
+    return bool(nnx.filterlib.to_predicate(value))
+  except (TypeError, ValueError):
+    return False
+
+
+def _is_model(value: Any) -> bool:
+  items = (
+    [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple | list) else [value]
+  )
+  return bool(items) and all(isinstance(x, nnx.Pytree) for x in items)
+
+
+def _is_path(value: Any) -> bool:
+  return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
+
+def is_array(value: Any) -> bool:
+  """Whether a value has a shape and a dtype of numbers."""
+  dtype = getattr(value, "dtype", None)
+  return hasattr(value, "shape") and dtype is not None and getattr(dtype, "kind", "V") not in "OSUMm"
+
+
+_NAMED = {
+  "AnyArray": _Named(lambda x: isinstance(x, numbers.Number) or is_array(x)),
+  "DTypeLike": _Named(is_dtype),
+  "Model": _Named(_is_model),
+  "Only": _Named(lambda x: fits(x, set[str] | frozenset[str]) or _is_filter(x)),
+  "Optimizers": _Named(_is_model),
+  "nnx.filterlib.Filter": _Named(_is_filter),
+  "os.PathLike[str]": _Named(_is_path),
+}
+
+
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+  """The type that an annotation means: of several, a tuple; `Any` if only a type checker knows it."""
+  if not isinstance(annotation, str):
+    return annotation
+  kinds: list[Any] = []
+  for text in re.split(r" \| (?![^\[]*\])", annotation):
+    if re.match(r"(nxp\.)?Plan\b", text):
+      return Any
+    try:
+      kind = _NAMED.get(text) or eval(text, names)
+    except (NameError, TypeError, AttributeError):
+      kind = Any
+    kinds.append(Any if isinstance(kind, str) else kind)
+  if _NAMED["os.PathLike[str]"] in kinds:
+    kinds = [kind for kind in kinds if kind is not str]
+  return kinds[0] if len(kinds) == 1 else tuple(kinds)
+
+
+def fits(value: object, kind: Any) -> bool:
+  """Whether a value is what an annotation says, as far as that can be told; of a tuple, one of them.
+
+  Example:
+    >>> from collections.abc import Sequence
+    >>> fits(3, (int, None)), fits(True, int), fits("ab", Sequence[str]), fits(["ab"], Sequence[str])
+    (True, False, False, True)
+  """
+  if isinstance(kind, _Named):
+    return kind.fits(value)
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if kind is None or kind is types.NoneType:
+    return value is None
+  if isinstance(kind, tuple) or origin in (typing.Union, types.UnionType):
+    return any(fits(value, one) for one in (kind if isinstance(kind, tuple) else args))
+  if origin is Literal:
+    return is_one_of(value, args)
+  own = origin if inspect.isclass(origin) else kind
+  if own in (Any, object) or not inspect.isclass(own):
+    return True
+  if getattr(own, "_is_protocol", False):
+    return all(hasattr(value, name) for name in vars(own) if not name.startswith("_"))
+  if own in _NUMBERS:
+    if own is float and isinstance(value, jax.Array):
+      return not value.ndim
+    return isinstance(value, _NUMBERS[own]) and (own is bool or not isinstance(value, bool | np.bool_))
+  if own in (jax.Array, np.ndarray):
+    return is_array(value)
+  if own is nnx.Module:
+    return isinstance(value, nnx.Pytree)
+  if not isinstance(value, own):
+    return False
+  several = issubclass(own, _SEVERAL) and own is not str
+  if several and isinstance(value, str | bytes | io.IOBase):
+    return False
+  return _items_fit(value, own, args)
+
+
+_SEVERAL = collections.abc.Iterable, collections.abc.Container
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, bool: bool | np.bool_}
+
+
+def _items_fit(value: Any, own: Any, args: tuple[Any, ...]) -> bool:
+  """Whether the items of a container fit; an iterator is not consumed."""
+  if issubclass(own, Mapping) and len(args) == 2:
+    return all(fits(key, args[0]) and fits(x, args[1]) for key, x in value.items())
+  if own is tuple:
+    same = len(args) == 2 and args[1] is ...
+    kinds = args[:1] * len(value) if same else args
+    return not args or (len(kinds) == len(value) and all(map(fits, value, kinds)))
+  listed = isinstance(value, list | tuple | set | frozenset | dict | np.ndarray | jax.Array)
+  if listed and len(args) == 1 and issubclass(own, _SEVERAL) and args[0] is not Any:
+    return all(fits(x, args[0]) for x in value)
+  return True
+
+
+def is_key(x: Any) -> bool:
+  """Whether an array is a typed or a raw PRNG key."""
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
+
+
+def no_array(name: str, tree: Any) -> tuple[str, str] | None:
+  """What the first leaf of a tree is that no program can take, and its value; None if there is none."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    dtype = getattr(leaf, "dtype", None)
+    label = f"{name}{jax.tree_util.keystr(path)}"
+    if isinstance(leaf, int) and not jax.config.jax_enable_x64 and not -(2**31) <= leaf < 2**31:
+      return f"{label} is a number beyond int32", reprlib.repr(leaf)
+    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
+      continue
+    if not hasattr(leaf, "shape") or dtype is None or getattr(dtype, "kind", "V") in "OSUMm":
+      kind = with_article(type(leaf).__name__) + ("" if dtype is None else f" of {dtype}")
+      return f"{label} is {kind}", reprlib.repr(leaf)
+  return None
+
+
+def check_arrays(error: type[NnxParallelError], name: str, tree: Any) -> None:
+  """Refuses a tree with leaves that no program can take: texts, objects, numbers beyond int32."""
+  if found := no_array(name, tree):
+    raise error(
+      f"{found[0]}, which no program can take.",
+      details=f"value {found[1]}",
+      fix="arrays of numbers only; keep names and texts outside of them.",
+    )
+
+
+def _refusal(
+  function: Any,
+  error: type[NnxParallelError],
+  parameter: inspect.Parameter,
+  value: object,
+  limit: int | range | None,
+) -> NnxParallelError:
+  name, annotation = parameter.name, parameter.annotation
+  said = f"{annotation if isinstance(annotation, str) else getattr(annotation, '__name__', annotation)}"
+  bounds = f"{limit[0]} to {limit[-1]}" if isinstance(limit, range) else f"at least {limit}"
+  said += "" if limit is None else f", {bounds}"
+  plain = value is None or isinstance(value, bool | int | float)
+  kind = "" if plain else f" ({with_article(type(value).__name__)})"
+  end = r"(?:\.\s|;|:|\n\n|\n +\*{0,2}\w+: )"
+  told = re.search(rf"^ +\*?{name}: (.+?){end}", f"{inspect.getdoc(function)}\n\n", re.MULTILINE | re.DOTALL)
+  fix = " ".join(told[1].split()).rstrip(".") + "." if told else f"see help({function.__qualname__})."
+  return error(
+    f"{function.__qualname__} got {name}={reprlib.repr(value)}{kind}.",
+    details=f"{name}: {said}",
+    fix=f"{name}: {fix}",
+  )

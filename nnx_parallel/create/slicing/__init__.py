@@ -1,1 +1,0 @@
-"""Constructors cut into slices: each kind of layer compiles once."""

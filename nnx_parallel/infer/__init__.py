@@ -1,0 +1,1 @@
+"""Rules that are proposed for a module without any."""
