@@ -1,7 +1,4 @@
-"""The steps of a directory: the newest, the best, and the steps that may be deleted.
-
-The newest step has the largest number: a run that resumes from an earlier step sets the later steps aside.
-"""
+"""The steps of a directory: the newest, which has the largest number, the best, and those that may go."""
 
 from __future__ import annotations
 
@@ -119,10 +116,7 @@ class Catalog(Storage):
     return self.retention.best_of(self.headers())
 
   def delete_old(self, saved: int) -> None:
-    """Deletes the steps that need not be kept, and this package's that were set aside; never a damaged step.
-
-    A failure is a warning: it undoes no save.
-    """
+    """Deletes steps that need not be kept, and our own that were set aside; failures are warnings."""
     if self.retention.keep is None:
       return
     why = "the old steps could not be listed"
@@ -169,10 +163,7 @@ class Catalog(Storage):
     raise CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
 
   def make_place(self, step: int, *, resumed: int | None, overwrite: bool) -> None:
-    """Checks that a step can be saved; sets the steps aside that a run left behind.
-
-    `resumed` is the step that the run resumed from, if it has saved no step since.
-    """
+    """Checks that a step can be saved; sets the steps aside after the one that the run resumed from."""
     if resumed is not None and (aside := self.set_aside(resumed)):
       why = f"the run continues from step {resumed}, so the later steps {aside} in {self.directory} were"
       warnings.warn(f"{why} set aside (as N.nnx-aside).", NnxParallelWarning, stacklevel=2)
