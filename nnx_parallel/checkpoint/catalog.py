@@ -1,7 +1,4 @@
-"""The steps of a directory: the newest, the best, and the steps that may be deleted.
-
-The newest step has the largest number: a run that resumes from an earlier step sets the later steps aside.
-"""
+"""The steps of a directory: the newest, which has the largest number, the best, and those that may go."""
 
 from __future__ import annotations
 

@@ -87,9 +87,6 @@ class Checkpointer:
     directory: the absolute path, an `epath.Path`.
     restored: the `Manifest` of the step that the last `restore` took; None before the first restore.
 
-  Raises:
-    CheckpointError: an option has an unknown value, or the path is a file.
-
   Example:
     >>> import tempfile
     >>> import jax.numpy as jnp
@@ -341,9 +338,7 @@ class Checkpointer:
   @overload
   def restore(self, target: Plan[R], step: int | str | None = None, **options: Unpack[_Choice]) -> R: ...
   @overload
-  def restore(
-    self, target: object = None, step: int | str | None = None, **options: Unpack[_Options]
-  ) -> Any: ...
+  def restore(self, target: object = ..., step: int | str | None = ..., **more: Unpack[_Options]) -> Any: ...
 
   @check_arguments(CheckpointError, "skip")
   def restore(
@@ -619,10 +614,8 @@ def _check_objects(model: object, optimizer: object) -> None:
   if isinstance(model, nnx.Optimizer) and isinstance(optimizer, nnx.Pytree):
     raise CheckpointError("save got the optimizer before the model.", fix="save(step, model, optimizer)")
   if parts_of_type((model, optimizer), nnx.GraphDef):
-    raise CheckpointError(
-      "save got an nnx.GraphDef, which holds no arrays.",
-      fix="save(step, model), or save(step, nnx.state(model)).",
-    )
+    fix = "save(step, model), or save(step, nnx.state(model))."
+    raise CheckpointError("save got an nnx.GraphDef, which holds no arrays.", fix=fix)
 
 
 def _request(

@@ -1,8 +1,7 @@
 """Leaves as plain arrays that any array store can hold, and back.
 
 Typed PRNG keys are stored as their key data, dtypes that array stores lack as integers of the same bits,
-numpy scalars as arrays of rank 0. Arrays without elements are stored in the manifest alone. Python numbers,
-strings, booleans and None are kept as JSON values.
+arrays without elements in the manifest alone; numbers, strings, booleans and None as JSON values.
 """
 
 from __future__ import annotations

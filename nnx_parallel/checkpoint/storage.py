@@ -1,9 +1,8 @@
 """Where the steps are: a local directory or an object store. Only this module distinguishes the two.
 
-On a local file system a step is written under a temporary name, made durable, and renamed. Object stores have
-no atomic rename. There a step is written under its final name, and its manifest, written last, makes it
-complete; a separate file marks a save or a deletion in progress, or a step that was set aside. This package
-deletes only folders with one of its suffixes, such a mark, or its manifest.
+On a local file system a step is written under a temporary name, made durable, and renamed. In an object store
+its manifest, written last, makes it complete; a file marks a save or a deletion in progress, or a step that
+was set aside. Only folders with one of these suffixes, such a mark, or our manifest are ever deleted.
 """
 
 from __future__ import annotations

@@ -276,10 +276,8 @@ def flatten(tree: object) -> tuple[Leaves, Rebuild]:
   try:
     rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
   except ValueError as error:
-    raise CheckpointError(
-      f"a checkpoint cannot hold this tree: {error}",
-      fix="keys of one type in each dict, all texts for example.",
-    ) from error
+    fix = "keys of one type in each dict, all texts for example."
+    raise CheckpointError(f"a checkpoint cannot hold this tree: {error}", fix=fix) from error
   leaves: Leaves = {}
   tables: list[tuple[Any, dict[str, tuple[Any, Any]]]] = []
   seen: set[int] = set()

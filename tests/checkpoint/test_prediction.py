@@ -10,8 +10,8 @@ import nnx_parallel as nxp
 from checkpoint.runs import assert_same, file_with, target_of
 from nnx_parallel.checkpoint import array_io
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.create import relayout
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout import relayout
 
 # 64-bit arrays while jax has none.
 
