@@ -194,8 +194,7 @@ def test_a_checkpointer_does_not_print_the_model(tmp_path):
     with pytest.raises(nxp.errors.CheckpointError) as caught:
       checkpoints.save(init(), 5)
     assert str(caught.value) == (
-      "a MLP is not a step.\n"
-      "  Fix: a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer)."
+      "a MLP is not a step from 0 up.\n  Fix: a number below 2**63 comes first: save(100, model, optimizer)."
     )
     checkpoints.save(5, init())
     with pytest.raises(

@@ -172,8 +172,8 @@ class Checkpointer:
       self._require_open(f"save step {step}")
       made, started = concurrent.futures.Future[save.Request](), concurrent.futures.Future[bool]()
       try:
-        _check_objects(model, optimizer)
         roots = targets.saved_roots(model, optimizer, only)
+        _check_objects(model, optimizer)
         made.set_result(_request(as_step(step), roots, extra, metrics, plan, overwrite))
       except Exception as error:  # noqa: BLE001 (raised by the result, where the other processes hear of it)
         made.set_exception(error)

@@ -28,7 +28,7 @@ from nnx_parallel.layout.optimizer_layout import PerMatrixState, group_name, mat
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_in_use
 
 
-@check_arguments(SchemeError)
+@check_arguments(SchemeError, "dims")
 def per_matrix(
   tx: optax.GradientTransformation, dims: Callable[[PyTree], PyTree] | None = None
 ) -> optax.GradientTransformationExtraArgs:

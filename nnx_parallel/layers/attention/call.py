@@ -19,7 +19,7 @@ from nnx_parallel.layers.attention.find import Attention, Found, check_attention
 Scores = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-@check_arguments(SchemeError)
+@check_arguments(SchemeError, "how")
 def attention(
   query: jax.Array,
   key: jax.Array,
