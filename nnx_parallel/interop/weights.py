@@ -278,7 +278,7 @@ class WeightMap:
   def __init__(self, *rules: Rule, ignore: Iterable[str] = ()):
     self.rules, self.ignore = rules, tuple(ignore)
 
-  @check_arguments(CheckpointError, "wanted")
+  @check_arguments(CheckpointError)
   def compare(
     self, wanted: Mapping[str, TargetLeaf], arrays: Mapping[str, Source], skip: Container[str] = ()
   ) -> tuple[list[Group], DryRun]:

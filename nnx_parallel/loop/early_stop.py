@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 
@@ -33,7 +34,7 @@ class EarlyStop:
   waited: int = 0
 
   def __post_init__(self) -> None:
-    if self.mode not in ("min", "max") or self.patience < 1 or self.min_delta < 0:
+    if not is_one_of(self.mode, ("min", "max")) or self.patience < 1 or self.min_delta < 0:
       raise TrainError(
         f"{self} cannot stop a run.", fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.'
       )

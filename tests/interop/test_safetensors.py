@@ -13,6 +13,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same
+from nnx_parallel.checkpoint.diff import TargetLeaf
 from nnx_parallel.checkpoint.lock import LOCK
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors, read_tensors
@@ -140,7 +141,8 @@ def test_layers_with_a_gap(tmp_path):
   tensors = {f"w.{i}": np.ones((2, 2), np.float32) for i in (0, 2)}
   safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
   with pytest.raises(CheckpointError, match=r"cannot stack w\.\{i\} into w: the numbers found are \[0, 2\]"):
-    WeightMap(Rule("w.{i}", "w")).compare({"w": None}, read_tensors(tmp_path))
+    leaf = TargetLeaf(jax.ShapeDtypeStruct((2, 2, 2), jnp.float32), (2, 2, 2))
+    WeightMap(Rule("w.{i}", "w")).compare({"w": leaf}, read_tensors(tmp_path))
   with pytest.raises(CheckpointError, match=r"has numbers that do not correspond\.\n  only in the file: "):
     Rule("w.{i}.{j}", "w")
   with pytest.raises(CheckpointError, match="has the pattern 'a b', which has no arrow"):
