@@ -140,8 +140,8 @@ def test_incomplete_mappings_name_the_leaves(tmp_path):
 def test_layers_with_a_gap(tmp_path):
   tensors = {f"w.{i}": np.ones((2, 2), np.float32) for i in (0, 2)}
   safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+  leaf = TargetLeaf(jax.ShapeDtypeStruct((2, 2, 2), jnp.float32), (2, 2, 2))
   with pytest.raises(CheckpointError, match=r"cannot stack w\.\{i\} into w: the numbers found are \[0, 2\]"):
-    leaf = TargetLeaf(jax.ShapeDtypeStruct((2, 2, 2), jnp.float32), (2, 2, 2))
     WeightMap(Rule("w.{i}", "w")).compare({"w": leaf}, read_tensors(tmp_path))
   with pytest.raises(CheckpointError, match=r"has numbers that do not correspond\.\n  only in the file: "):
     Rule("w.{i}.{j}", "w")
