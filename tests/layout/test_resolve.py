@@ -98,7 +98,7 @@ REFUSED = {
   ),
   "no policy": (
     ("embed",), (8,), {"uneven": "padd", "embed": "fsdp"},
-    "uneven='padd' is not a policy.\n  Fix: one of error, next, pad, replicate.",
+    "resolve_spec got uneven='padd' (a str).\n  uneven: Uneven\n  Fix: uneven: what to do with a dim that",
   ),
   "an uneven dim": (
     ("embed", "mlp"), (8, 30), {"embed": None, "mlp": "fsdp"},

@@ -213,7 +213,7 @@ def test_early_stop_goes_on_after_a_nan():
   [
     ({"log_every": 0}, "log_every=0 is not a number of steps"),
     ({"eval_every": -1}, "eval_every=-1 is not a number of steps"),
-    ({"save_every": 1.5}, "save_every=1.5 is not a number of steps"),
+    ({"save_every": 1.5}, "save_every=1.5.\n  save_every: int"),
     ({"steps": -1}, "steps=-1 is not a number of steps"),
     ({"eval_every": 2}, "eval_every needs something to evaluate"),
     ({"save_every": 1}, "save_every, only, extra and resume need a checkpointer"),

@@ -608,10 +608,10 @@ ERRORS = [
   ((3, 4, 4), (8, 4), {}, r"\['up'\] \(3, 4, 4\)"),
   ((4, 4, 4), (6, 4), {}, "made for other tokens"),
   ((4, 4, 4), (8, 4), {"capacity": 0.0}, "capacity=0.0 is not a number above 0"),
-  ((4, 4, 4), (8, 4), {"capacity": "2"}, "capacity='2' is not a number above 0"),
-  ((4, 4, 4), (8, 4), {"buffer": "a"}, "buffer='a' is not a number above 0"),
+  ((4, 4, 4), (8, 4), {"capacity": "2"}, "got capacity='2'"),
+  ((4, 4, 4), (8, 4), {"buffer": "a"}, "got buffer='a'"),
   ((4, 4, 4), (8, 4), {"capacity": math.inf}, "no capacity=, which drops no token"),
-  ((4, 4, 4), (8, 4), {"block": 2.5}, "block=2.5 is not a number of rows"),
+  ((4, 4, 4), (8, 4), {"block": 2.5}, "got block=2.5"),
   ((4, 3, 4, 4), (8, 4), {}, ROWS),
   ((4, 3, 4, 4), (8, 4), {"capacity": 1.0}, ROWS),
 ]
