@@ -31,7 +31,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 R = TypeVar("R")
 
 
-@check_arguments(PlanError, "model")
+@check_arguments(PlanError)
 def reshard(
   model: nnx.Module,
   plan: Plan[R],

@@ -171,7 +171,7 @@ class LayersUsed:
     return "\n".join([*lines, *(f"  not scanned: {line}" for line in reasons)]) or "as written"
 
 
-@check_arguments(TrainError, "remat")
+@check_arguments(TrainError, "remat", "scan_layers", "layers", "attention", "loss_chunks")
 def with_layers(
   loss: LossFn,
   *,

@@ -162,7 +162,7 @@ def test_arrays_that_do_not_fit():
   with pytest.raises(
     nxp.errors.PlanError, match=r"has an optimizer, but none was given.\n  Fix: pass optimizer="
   ):
-    nxp.reshard(stack, with_optimizer)
+    nxp.reshard(nxp.unsharded(stack), with_optimizer)
 
 
 def test_check_layout_names_each_difference():
