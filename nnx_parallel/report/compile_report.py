@@ -55,12 +55,19 @@ class Argument:
 
 
 class Sent(NamedTuple):
-  """The totals of some collectives of a step."""
+  """The totals of some collectives of a step.
 
-  bytes: int  # payload per step: the bytes that each group of devices holds in total, global bytes
-  per_device: int  # bytes that each device sends in a step
-  times: int  # the number of runs per step
-  exposed: int  # the part of `per_device` that no computation overlaps with, by the schedule of the compiler
+  Attributes:
+    bytes: payload per step: the bytes that each group of devices holds in total, global bytes.
+    per_device: bytes that each device sends in a step.
+    times: the number of runs per step.
+    exposed: the part of `per_device` that no computation overlaps with, by the schedule of the compiler.
+  """
+
+  bytes: int
+  per_device: int
+  times: int
+  exposed: int
 
 
 class BatchSplit(NamedTuple):
