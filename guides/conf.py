@@ -45,6 +45,8 @@ intersphinx_mapping = (
 default_role = "code"  # the docstrings write `names` as Markdown does
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
+# `bytes` in a signature is Python's, and two types of results have a field of that name.
+suppress_warnings = ["ref.python"]
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
 autodoc_preserve_defaults = True
