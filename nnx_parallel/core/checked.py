@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.given import is_one_of
+from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import with_article
 from nnx_parallel.errors import NnxParallelError
 
@@ -245,34 +246,33 @@ def _items_fit(value: Any, own: Any, args: tuple[Any, ...]) -> bool:
   return True
 
 
-def is_key(x: Any) -> bool:
+def is_random_key(x: Any) -> bool:
   """Whether an array is a typed or a raw PRNG key."""
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
+  return is_key(x.dtype) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
 
 
-def no_array(name: str, tree: Any) -> tuple[str, str] | None:
-  """What the first leaf of a tree is that no program can take, and its value; None if there is none."""
+def find_no_array(error: type[NnxParallelError], name: str, tree: Any) -> NnxParallelError | None:
+  """The error for the first leaf of a tree that no program can take: a text, an object, a large number."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = getattr(leaf, "dtype", None)
-    label = f"{name}{jax.tree_util.keystr(path)}"
     if isinstance(leaf, int) and not jax.config.jax_enable_x64 and not -(2**31) <= leaf < 2**31:
-      return f"{label} is a number beyond int32", reprlib.repr(leaf)
-    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
+      kind = "a number beyond int32"
+    elif isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__") or is_array(leaf):
       continue
-    if not hasattr(leaf, "shape") or dtype is None or getattr(dtype, "kind", "V") in "OSUMm":
+    else:
       kind = with_article(type(leaf).__name__) + ("" if dtype is None else f" of {dtype}")
-      return f"{label} is {kind}", reprlib.repr(leaf)
+    return error(
+      f"{name}{jax.tree_util.keystr(path)} is {kind}, which no program can take.",
+      details=f"value {reprlib.repr(leaf)}",
+      fix="arrays of numbers only; keep names and texts outside of them.",
+    )
   return None
 
 
 def check_arrays(error: type[NnxParallelError], name: str, tree: Any) -> None:
-  """Refuses a tree with leaves that no program can take: texts, objects, numbers beyond int32."""
-  if found := no_array(name, tree):
-    raise error(
-      f"{found[0]}, which no program can take.",
-      details=f"value {found[1]}",
-      fix="arrays of numbers only; keep names and texts outside of them.",
-    )
+  """Raises the error of `find_no_array`, if there is one."""
+  if (found := find_no_array(error, name, tree)) is not None:
+    raise found
 
 
 def _refusal(

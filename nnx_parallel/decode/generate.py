@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.checked import check_arguments, is_key
+from nnx_parallel.core.checked import check_arguments, is_random_key
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Bound
@@ -125,7 +125,7 @@ class Generator:
     if key is not None and not isinstance(key, jax.Array):
       raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
     ahead = None if prefix is None else _checked_prefix(prefix)
-    if key is not None and not is_key(key):
+    if key is not None and not is_random_key(key):
       raise DecodeError(
         f"key= is no PRNG key: {key.dtype}, of shape {key.shape}.", fix="key=jax.random.key(0)"
       )

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from nnx_parallel.core.checked import check_arrays
+from nnx_parallel.core.checked import find_no_array
 from nnx_parallel.core.mesh import is_explicit
 from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.errors import TrainError
+from nnx_parallel.errors import NnxParallelError, TrainError
 from nnx_parallel.train.binding import RESTORE, deleted, is_deleted, some_of
 
 # As jax 0.10 and 0.12 say it, in Python and in XLA, at the dispatch of a program: nothing has run then.
@@ -31,7 +31,7 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
       note that they are deleted.
   """
   gone = [label for label, array in zip(labels, arrays, strict=True) if is_deleted(array)]
-  problem: TrainError | None = None
+  problem: NnxParallelError | None = None
   if _DELETED.search(str(error)):
     problem = deleted(gone, len(labels)) if gone else _deleted_in(batch)
   elif (
@@ -39,7 +39,8 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
     and not isinstance(error, TrainError)
     and not gone
   ):
-    problem = _misplaced(labels, arrays, batch) or _no_array(batch) or _constrained_elsewhere(error)
+    problem = _misplaced(labels, arrays, batch)
+    problem = problem or find_no_array(TrainError, "batch", batch) or _constrained_elsewhere(error)
   if problem is not None:
     raise problem from error
   if gone:
@@ -96,15 +97,6 @@ def _deleted_in(batch: PyTree) -> TrainError | None:
         f"{name} was deleted: its memory was donated or freed before the step.",
         fix="make or fetch the batch again; a step does not donate its batch.",
       )
-  return None
-
-
-def _no_array(batch: PyTree) -> TrainError | None:
-  """The error for the first leaf of a batch that jax cannot take, if there is one."""
-  try:
-    check_arrays(TrainError, "batch", batch)
-  except TrainError as error:
-    return error
   return None
 
 

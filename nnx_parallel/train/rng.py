@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from nnx_parallel.core.checked import check_arguments, is_key
+from nnx_parallel.core.checked import check_arguments, is_random_key
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
 
@@ -46,7 +46,7 @@ def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
   Source: the UvA deep-learning notebooks on training at scale, `fold_rng_over_axis`.
   """
   if not isinstance(target, (jax.Array, nnx.Pytree)) or (
-    isinstance(target, jax.Array) and not is_key(target)
+    isinstance(target, jax.Array) and not is_random_key(target)
   ):
     raise TrainError(
       f"cannot fold a {type(target).__name__} over an axis: it is not a PRNG key.",

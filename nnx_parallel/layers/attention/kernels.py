@@ -34,13 +34,13 @@ class Kernel(Protocol):
   ) -> jax.Array:
     """Returns `[batch, key heads, group, rows, out]`; `NotFused` if the kernel does not compute this.
 
-    Query `[batch, key heads, group, rows, features]`; key and value `[batch, key heads, columns, ...]`.
-    `window`: the last positions, itself included, and if not causal as many ahead. `segments` `[batch,
-    rows]`:
-    equal integers see each other. `mask` `[batch or 1, rows, columns]`: true where a score is kept, one at
-    least
-    in each row. `bias` `[batch or 1, key heads or 1, group or 1, rows, columns]`. `cap`: `cap * tanh(x /
-    cap)`.
+    query: `[batch, key heads, group, rows, features]`; the heads of a group share their keys.
+    key, value: `[batch, key heads, columns, ...]`.
+    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
+    segments: integers `[batch, rows]`, for as many rows as columns; a position sees those with its integer.
+    mask: booleans `[batch or 1, rows, columns]`, true where a score is kept, at least once in each row.
+    bias: what is added to the scores, `[batch or 1, key heads or 1, group or 1, rows, columns]`.
+    cap: `cap * tanh(x / cap)` of the scaled scores.
     """
     ...
 
