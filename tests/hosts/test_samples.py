@@ -170,7 +170,7 @@ def _filtered():
   ("call", "message"),
   [
     (lambda plan: nxp.batches(iter([1]), plan, batch=8), r"list_iterator has no samples by index"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=0), r"no batches of batch=0"),
+    (lambda plan: nxp.batches(Source(8), plan, batch=0), r"batches got batch=0\.\n  batch: .*, at least 1"),
     (lambda plan: nxp.batches(Source(8), plan, batch=8, last="raise"), r"last='raise'"),
     (lambda plan: nxp.batches([], plan, start=8), r"start=8, last='drop' need the size of a batch"),
     (lambda plan: nxp.batches(Source(8), plan, batch=8, global_batch=True), r"has no meaning"),
