@@ -56,7 +56,7 @@ def attention(
     SchemeError: the shapes do not fit, or `scores` cannot be computed for a block at a time.
     TrainError: `how` is not valid, or needs a mesh axis that is not there.
 
-  Source: arXiv:2112.05682, 2205.14135.
+  Source: online softmax, arXiv:1805.02867; by blocks, arXiv:2112.05682; FlashAttention, arXiv:2205.14135.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
