@@ -145,7 +145,9 @@ def test_explain_names_the_rule_and_the_candidates_that_lost():
 
 def test_explain_says_which_rules_did_not_match():
   rules = [nxp.PathRules([("bias", None)]), nxp.fsdp(min_size=100)]
-  text = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules).explain("kernel")
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules)
+  assert "rules batch -> fsdp (axes of these names)" in str(plan)
+  text = plan.explain("kernel")
   assert "no annotation; none of 1 path rules matches; fsdp('fsdp', min_size=100, extend=True)" in text
   assert "64 elements, at most min_size=100" in text
 

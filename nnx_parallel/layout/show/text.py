@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from nnx_parallel.core.mesh import describe_mesh
+from nnx_parallel.core.mesh import axis_sizes, describe_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import (
   format_array,
@@ -18,6 +18,7 @@ from nnx_parallel.core.text import (
   print_text,
   text_table,
 )
+from nnx_parallel.layout.batch import with_batch
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.table import PlanTable
 
@@ -161,13 +162,15 @@ def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: in
 
 
 def _rules_lines(plan: PlanTable, width: int) -> list[str]:
-  if not len(plan.rules.logical):
+  logical = with_batch(plan.rules, axis_sizes(plan.mesh))
+  if not len(logical):
     return []
   shown = ", ".join(
     f"{name} -> {' | '.join('+'.join(c) or 'replicated' for c in options)}"
-    for name, options in plan.rules.logical.items()
+    for name, options in logical.items()
   )
-  return [hang(f"rules {shown}", width)]
+  by_name = "" if "batch" in plan.rules.logical or "batch" not in logical else " (axes of these names)"
+  return [hang(f"rules {shown}{by_name}", width)]
 
 
 def _totals(plan: PlanTable, width: int) -> list[str]:
