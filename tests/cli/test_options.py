@@ -128,6 +128,9 @@ def test_another_remat_policy_is_refused(command, capsys):
   with pytest.raises(SystemExit):
     make_parser().parse_args([command, "text_lm", "--remat", "some"])
   assert "argument --remat: invalid choice: 'some' (choose from" in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    make_parser().parse_args(["trian"])
+  assert capsys.readouterr().err.endswith("Fix: did you mean train?\n")
 
 
 def test_a_page_makes_its_folder_and_is_named(tmp_path, capsys):

@@ -145,9 +145,7 @@ def test_explain_names_the_rule_and_the_candidates_that_lost():
 
 def test_explain_says_which_rules_did_not_match():
   rules = [nxp.PathRules([("bias", None)]), nxp.fsdp(min_size=100)]
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules)
-  assert "rules batch -> fsdp (axes of these names)" in str(plan)
-  text = plan.explain("kernel")
+  text = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules).explain("kernel")
   assert "no annotation; none of 1 path rules matches; fsdp('fsdp', min_size=100, extend=True)" in text
   assert "64 elements, at most min_size=100" in text
 
@@ -268,3 +266,23 @@ def test_specs():
 def test_tables_wrap_only_where_allowed():
   text = text_table(("a", "why"), [("x" * 30, "one two three " * 5)], wrap=(1,), width=60)
   assert {len(line[:30].strip()) for line in text.splitlines()[1:]} == {30, 0}
+
+
+@pytest.mark.parametrize(
+  ("rules", "said"),
+  [
+    ({}, ["batch -> data (by the names of the axes)", "no array and no rule uses tensor=4"]),
+    ({"batch": "data", "mlp": "tensor"}, ["rules batch -> data, mlp -> tensor"]),
+    ({"batch": "data", "mpl": "tensor"}, ["their rules act on activations only: mpl"]),
+    ({"mlp": None, "batch": ("data", "tensor")}, ["rules mlp -> replicated, batch -> data+tensor"]),
+  ],
+)
+def test_what_splits_nothing_is_said_and_how_the_batch_is_split(rules, said):
+  kernel = nnx.with_partitioning(nnx.initializers.ones, (None, "mlp"))
+  rules = nxp.LogicalRules(rules, unknown="replicate")
+  made = nxp.plan(
+    lambda: nnx.Linear(4, 8, kernel_init=kernel, rngs=nnx.Rngs(0)), nxp.make_mesh(data=2, tensor=4), rules
+  )
+  text = " ".join(str(made).split())
+  assert all(one in text for one in said)
+  assert len(made.notes) == sum("rules act" in one or "no array" in one for one in said)

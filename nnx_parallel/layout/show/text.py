@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from nnx_parallel.core.mesh import axis_sizes, describe_mesh
+from nnx_parallel.core.mesh import describe_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import (
   format_array,
@@ -18,7 +18,7 @@ from nnx_parallel.core.text import (
   print_text,
   text_table,
 )
-from nnx_parallel.layout.batch import with_batch
+from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.table import PlanTable
 
@@ -162,15 +162,13 @@ def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: in
 
 
 def _rules_lines(plan: PlanTable, width: int) -> list[str]:
-  logical = with_batch(plan.rules, axis_sizes(plan.mesh))
-  if not len(logical):
-    return []
-  shown = ", ".join(
+  shown = [
     f"{name} -> {' | '.join('+'.join(c) or 'replicated' for c in options)}"
-    for name, options in logical.items()
-  )
-  by_name = "" if "batch" in plan.rules.logical or "batch" not in logical else " (axes of these names)"
-  return [hang(f"rules {shown}{by_name}", width)]
+    for name, options in plan.rules.logical.items()
+  ]
+  if "batch" not in plan.rules.logical and (axes := batch_axes(plan.rules, plan.mesh.shape)):
+    shown.insert(0, f"batch -> {'+'.join(axes)} (by the names of the axes)")
+  return [hang(f"rules {', '.join(shown)}", width)] if shown else []
 
 
 def _totals(plan: PlanTable, width: int) -> list[str]:
