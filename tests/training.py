@@ -32,7 +32,7 @@ def placed(plan: nxp.Plan) -> Any:
 
 
 def other_notes(plan: nxp.Plan) -> tuple[str, ...]:
-  """The notes of a plan but those that each plan on such a mesh has: on own steps, and on axes without a use."""
+  """The notes of a plan but those of its mesh: on steps of one's own, and on axes without a use."""
   return tuple(note for note in plan.notes if not note.startswith((OWN_STEP, "no array and no rule uses")))
 
 
