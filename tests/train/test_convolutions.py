@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.train.mend import with_correct_convolutions
-from training import placed
+from training import other_notes, placed
 
 CHANNELS = ("kh", "kw", "in", "conv")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -258,7 +258,7 @@ def test_explicit_mesh() -> None:
 def test_the_plan_warns_those_who_compile_their_own_step() -> None:
   def notes(**axes: int) -> tuple[str, ...]:
     rules = nxp.LogicalRules(batch="data", kh=None, kw=None, conv=None, **{"in": None})
-    return nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(**axes), rules).notes
+    return other_notes(nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(**axes), rules))
 
   assert notes(data=2, model=4) == (
     "depthwise, grouped: grouped convolutions, whose kernel gradients XLA makes up to 4 times too large on"
