@@ -28,7 +28,7 @@ help:  ## this list
 demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (2 minutes)
 	@$(bin)/python tools/demo.py
 
-test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (ten minutes)
+test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (five minutes)
 	@$(pytest) --first $(PYTEST_ARGS)
 	@echo "left out: tests over two seconds, further cases, most guides. Fix: make test-all (an hour)"
 
@@ -86,7 +86,7 @@ fuzz: setup  ## searches for programs that a step gets wrong: random models unde
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
 	@$(bin)/python -m benchmarks.seams --seeds $(SEEDS)
 
-upgrades: setup  ## `make test` with each flag that JAX plans to turn on (ten minutes each)
+upgrades: setup  ## `make test` with each flag that JAX plans to turn on (five minutes each)
 	@failed=; for flag in $(UPGRADES); do \
 	  echo "== $$flag=1"; \
 	  env $$flag=1 $(pytest) -q --first $(PYTEST_ARGS) || failed="$$failed $$flag"; \

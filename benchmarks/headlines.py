@@ -286,7 +286,7 @@ HEADLINES = (
     "Models of 70B to 141B parameters, compiled for 256 TPU v5p",
     "Each chip computes one sequence of 4096 tokens, with rematerialized layers. The column `exposed` shows"
     " the bytes that a chip sends while it computes nothing, according to the schedule of the compiler."
-    " [A guide](../guides/32-what-does-my-step-send.md#compiler-options) shows the options for the"
+    " [A guide](../guides/27-overlap-communication.md) shows the options for the"
     " SparseCores.",
     "large",
     ("", "memory per chip", "sent per chip and step", "exposed"),
@@ -297,7 +297,7 @@ HEADLINES = (
     "The column `overlapped` shows the bytes that a chip sends while it computes, according to the schedule"
     " of the compiler. The column `cycles` shows the compiler's estimate for all computations, and the column"
     " `cycles in windows` its estimate for the computations that run during a collective. The layers have the"
-    " sizes of Llama 3 70B. [A guide](../guides/32-what-does-my-step-send.md#compiler-options) lists the"
+    " sizes of Llama 3 70B. [A guide](../guides/27-overlap-communication.md) lists the"
     " options.",
     "overlap",
     ("", "sent", "overlapped", "cycles", "cycles in windows"),

@@ -200,6 +200,10 @@ def test_links_and_commands_in_pages_exist(page):
   assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) - targets == set()
 
 
+def test_a_guide_has_at_most_300_lines():
+  assert [guide.name for guide in EXPLAINING if len(guide.read_text().splitlines()) > 300] == []
+
+
 def test_each_guide_is_linked_from_the_readme():
   links = re.findall(r"\]\((guides/[^)#\s]+)", (ROOT / "README.md").read_text())
   assert {f"guides/{guide.name}" for guide in GUIDES} - set(links) == set()

@@ -60,6 +60,8 @@ def add_lora(
     CheckpointError: a pattern matches no linear layer, a layer already has an adapter, or the kernel of a
       layer is stacked.
 
+  Source: LoRA, arXiv:2106.09685.
+
   Example:
     >>> from flax import nnx
     >>> import nnx_parallel as nxp

@@ -67,7 +67,7 @@ class Pipeline:
   Raises:
     SchemeError: the order is unknown, or GPipe without recomputation.
 
-  Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473.
+  Source: GPipe, arXiv:1811.06965; 1F1B with a flush, arXiv:2006.09503; interleaved, arXiv:2104.04473.
 
   Example:
     >>> import nnx_parallel as nxp

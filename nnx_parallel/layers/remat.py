@@ -40,6 +40,8 @@ class Remat:
   Raises:
     TrainError: the policy does not exist, or a number is less than 1.
 
+  Source: Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
+
   Example:
     >>> import nnx_parallel as nxp
     >>> nxp.Remat("full", every=2)

@@ -181,11 +181,11 @@ def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
   short = own.short if own is not None else ()
   matched = matching_rule(paths, given.rules) if own is None or short else None
   if own is not None and (matched is None or (matched[1].names or ())[-len(short) :] != short):
-    step = f"from its metadata: {own.names}" + (
-      f" with its own sharding_rules {own.rules}" if own.rules else ""
-    )
-    logical = logical.replace(own.rules) if own.rules else logical
-    return Named(own.names, logical, "metadata", f"names {_shown(own.names)}", step, short)
+    reason, step = f"names {_shown(own.names)}", f"from its metadata: {own.names}"
+    if own.rules:
+      logical = logical.replace(own.rules)
+      reason, step = f"{reason} by its own sharding_rules", f"{step} with its own sharding_rules {own.rules}"
+    return Named(own.names, logical, "metadata", reason, step, short)
   if matched is None:
     return None
   table, rule = matched

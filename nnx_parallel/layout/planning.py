@@ -132,6 +132,8 @@ def plan(
     ShardingError: names, rules or the fallback do not fit a Variable; the message has its path.
     PlanError: `init` is not a constructor, or `wrt` selects nothing.
 
+  Source: ZeRO, arXiv:1910.02054.
+
   Example:
     >>> import jax, optax, nnx_parallel as nxp
     >>> from flax import nnx

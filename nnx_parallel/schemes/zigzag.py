@@ -59,6 +59,8 @@ def zigzag(
     SchemeError: the length is not a multiple of `2 * shards`, or with `segment_ids` of `shards`; or an
       argument does not fit the arrays.
 
+  Source: The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2.
+
   Example:
     >>> import numpy as np, nnx_parallel as nxp
     >>> nxp.parallel.zigzag(np.arange(8), 2, dim=0)

@@ -427,8 +427,7 @@ def train_step(
       microbatch. None does what the plan of the optimizer says: `"scattered"` with `zero=2`.
     reduction: the dtype in which replicas sum their gradients. It requires that each replica holds the full
       model and first sums its own microbatches; otherwise the step raises an error when it is traced. With
-      None, XLA reduces a gradient in the dtype in which its layer computes, and the sums of several
-      microbatches in float32.
+      None, bfloat16 layers send bfloat16 gradients, and sums of several microbatches are sent in float32.
     pairs: whether to return pairs `(sum, count)` instead of means, for exact means over many steps (see
       `MetricSums`). The count of a plain scalar is the number of examples in the batch.
     diagnostics: whether to add two metrics: `grad_norm`, the norm of all gradients before the optimizer

@@ -51,6 +51,8 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
   Returns:
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `MastersState`.
 
+  Source: Mixed Precision Training, arXiv:1710.03740.
+
   Raises:
     TrainError: `update` is called without parameters.
 

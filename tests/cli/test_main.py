@@ -39,7 +39,7 @@ def test_every_command_has_help(capsys):
 
 def test_help_and_the_guide_list_each_exit_code(capsys):
   codes = {command.OK, command.FAILED, 2, options.NO, STOPPED, command.INTERRUPTED, command.CUT_SHORT}
-  guide = (Path(__file__).parents[2] / "guides/02-recipes.md").read_text()
+  guide = (Path(__file__).parents[2] / "guides/04-recipes.md").read_text()
   assert {int(code) for code in re.findall(r"^\| (\d+) \|", guide, re.MULTILINE)} == codes
   cli.main([])
   listed = capsys.readouterr().out.partition("Exit codes: ")[2]

@@ -79,6 +79,7 @@ def test_rules_on_the_variable_win_and_are_told():
 
   plan = nxp.plan(init, mesh(), RULES)
   assert plan["kernel"].spec == Spec(None, "fsdp")
+  assert plan["kernel"].decision.reason == "names (embed, mlp) by its own sharding_rules"
   assert "with its own sharding_rules {'mlp': 'fsdp', 'embed': None}" in plan.explain("kernel")
 
 

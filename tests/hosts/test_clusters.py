@@ -196,6 +196,6 @@ def test_kubernetes(tmp_path, node):
 
 
 def test_the_guide_shows_the_templates():
-  guide = (ROOT / "guides/50-many-processes.md").read_text()
+  guide = (ROOT / "guides/44-many-processes.md").read_text()
   for file in ("slurm.sh", "kubernetes.yaml", "ray_actors.py", "cloud_tpu.sh"):
     assert f"](../examples/{file})" in guide

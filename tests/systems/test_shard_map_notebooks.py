@@ -15,7 +15,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from training import placed
 
-GUIDE = Path(__file__).parents[2] / "guides" / "21-from-shard-map-or-praxis.md"
+GUIDE = Path(__file__).parents[2] / "guides" / "05-from-shard-map.md"
 
 
 def normal(seed, *shape):

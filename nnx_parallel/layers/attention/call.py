@@ -40,10 +40,10 @@ def attention(
     key: `[batch, keys, key heads, head_dim]`; each head of keys is for a group of `heads / key heads`
       consecutive heads of queries.
     value: `[batch, keys, key heads, out_dim]`.
-    scores: `(s, rows, columns) -> scores`, of the scores `s`, `[batch, key heads, group, queries, keys]` in
-      float32 at least, and the positions of queries and keys, `rows`, `[1, 1, 1, queries, 1]`, and `columns`,
-      `[1, 1, 1, 1, keys]`. It is traced once for all scores and computed for one block at a time, so it must
-      not reduce over positions. It may use other arrays, which get gradients. None: the scores as they are.
+    scores: a function `(s, rows, columns) -> scores`. `s` are scores `[batch, key heads, group, queries,
+      keys]` in float32 at least; `rows` `[1, 1, 1, queries, 1]` and `columns` `[1, 1, 1, 1, keys]` are
+      positions. It is traced once for all scores and computed for one block at a time, so it must not
+      reduce over positions. It may use other arrays, which get gradients. None: the scores as they are.
     scale: the factor of the scores; None: `head_dim ** -0.5`.
     how: as the option `attention=` of `nxp.train_step`: `"blockwise"`; the length of the blocks; `"fused"`,
       a fused kernel where JAX has a suitable one; `"ring"` or `"ulysses"`, over the mesh axis that the rules
@@ -56,7 +56,7 @@ def attention(
     SchemeError: the shapes do not fit, or `scores` cannot be computed for a block at a time.
     TrainError: `how` is not valid, or needs a mesh axis that is not there.
 
-  Source: arXiv:2112.05682, 2205.14135.
+  Source: online softmax, arXiv:1805.02867; by blocks, arXiv:2112.05682; FlashAttention, arXiv:2205.14135.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
