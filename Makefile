@@ -72,16 +72,16 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 	@$(bin)/python -m benchmarks
 
 torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
-	@$(bin)/python -m benchmarks.torture
+	@$(bin)/python -m searches.torture
 
 soak: setup  ## disturbs a supervised run (kills, disks, data, a second job) and compares its losses (10 minutes)
-	@$(bin)/python -m benchmarks.soak
+	@$(bin)/python -m searches.soak
 
 fuzz: setup  ## searches for programs that a step gets wrong: random models under random layouts (15 minutes)
-	@$(bin)/python -m benchmarks.fuzz --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
+	@$(bin)/python -m searches.fuzz --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
 
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
-	@$(bin)/python -m benchmarks.seams --seeds $(SEEDS)
+	@$(bin)/python -m searches.seams --seeds $(SEEDS)
 
 upgrades: setup  ## `make test` with each flag that JAX plans to turn on (ten minutes each)
 	@failed=; for flag in $(UPGRADES); do \
