@@ -20,7 +20,7 @@ HAND = "by hand"
 
 HEAD = """# Measured
 
-`python -m benchmarks.headlines` writes this page from the records in `benchmarks/results`. These JSON files have
+`python -m benchmarks.headlines` writes this page from the records in `benchmarks/results`. These files have
 all figures, with quartiles, and the notes, command, hardware, date and versions of each measurement. One GPU
 was timed (the first table). All other machines were virtual, with two CPU cores and simulated devices.
 Programs for TPUs and several GPUs were compiled by the compilers of these devices and did not run. A ratio
