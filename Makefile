@@ -28,9 +28,8 @@ help:  ## this list
 demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (2 minutes)
 	@$(bin)/python tools/demo.py
 
-test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (ten minutes)
+test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (eight minutes)
 	@$(pytest) --first $(PYTEST_ARGS)
-	@echo "left out: tests over two seconds, further cases, most guides. Fix: make test-all (an hour)"
 
 explicit: setup  ## tests of layouts and training, one case of each, on meshes with Explicit axes (two minutes)
 	@$(pytest) --first --explicit $(EXPLICIT) $(PYTEST_ARGS)
@@ -83,17 +82,20 @@ fuzz: setup  ## searches for programs that a step gets wrong: random models unde
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
 	@$(bin)/python -m searches.seams --seeds $(SEEDS)
 
-upgrades: setup  ## `make test` with each flag that JAX plans to turn on (ten minutes each)
+upgrades: setup  ## `make test` with each flag that JAX plans to turn on, and on pre-releases (eight minutes each)
 	@failed=; for flag in $(UPGRADES); do \
 	  echo "== $$flag=1"; \
 	  env $$flag=1 $(pytest) -q --first $(PYTEST_ARGS) || failed="$$failed $$flag"; \
-	done; test -z "$$failed" || { echo "tests fail with$$failed" >&2; exit 1; }
+	done; \
+	$(bin)/python tools/prereleases.py $(PYTHON) $(VENV)-pre -n $(WORKERS) --dist worksteal -q --first $(PYTEST_ARGS) \
+	  || failed="$$failed pre-releases"; \
+	test -z "$$failed" || { echo "tests fail with$$failed" >&2; exit 1; }
 
 nightly:  ## every test and guide on each Python here, then the long searches (4 hours); STEPS="test-all fuzz": some
 	@.ci/run --nightly $(STEPS)
 
 clean:  ## deletes $(VENV) and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"
+	rm -rf $(VENV) $(VENV)-pre build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make <target> PYTHON=/path/to/python3.11 (or newer)" >&2; exit 1; }

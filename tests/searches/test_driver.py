@@ -48,7 +48,9 @@ def test_a_case_that_raises_or_dies_is_a_verdict_and_the_others_are_checked(toy)
   assert verdicts == {
     **{(seed, n): "right" for seed in (0, 1) for n in range(3)} | {(1, 1): "abort"},
     **{(2, n): "BROKEN" for n in range(3)},
-    (3, 0): "right", (3, 1): "WRONG", (3, 2): "WRONG",
+    (3, 0): "right",
+    (3, 1): "WRONG",
+    (3, 2): "WRONG",
   }
 
 
