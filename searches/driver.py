@@ -196,7 +196,8 @@ def record(search: Any, given: argparse.Namespace, counts: dict[Any, float], fig
 
 def run(name: str) -> None:
   """The command line of a search, imported under its own name, so that workers find its cases."""
-  search = importlib.import_module(name)
+  search, main = importlib.import_module(name), sys.modules["__main__"]
+  main.__spec__ = main.__file__ = None  # else workers run this module a second time
   given = arguments(search)
   bad = getattr(search, "BAD", ("WRONG", "FALSELY REFUSED", "BROKEN", "abort", "hang"))
   verdicts, counts = collections.Counter[str](), collections.Counter[Any]()

@@ -88,13 +88,6 @@ def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, c
   assert Path("ckpt/20").is_dir()
 
 
-def test_quiet_prints_the_last_step_and_the_result(tiny, capsys):
-  assert cli.main(["train", tiny, "--steps", "20", "--quiet"]) == 0
-  step, held_out = capsys.readouterr().out.splitlines()
-  assert step.startswith("step 20/20")
-  assert held_out.startswith("held out at step 20: loss ")
-
-
 def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):
   assert cli.main(["train", tiny, "--steps", "8", "--out", "straight"]) == 0
   common = ["train", tiny, "--checkpoint", "ckpt", "--out", "parts", "--resume"]
@@ -155,12 +148,6 @@ def test_the_checkpoints_of_another_run_are_not_mixed_up(tiny, capsys):
     "  steps 2\n"
     "  Fix: --resume to continue from the newest, or another --checkpoint DIR.\n"
   )
-
-
-def test_steps_are_saved_on_the_way(tiny):
-  common = ["train", tiny, "--steps", "5", "--checkpoint", "ckpt", "--quiet"]
-  assert cli.main([*common, "--save-every", "2"]) == 0
-  assert sorted(p.name for p in Path("ckpt").iterdir() if p.name.isdigit()) == ["2", "4", "5"]
 
 
 def test_evaluations_retention_and_the_best_step(tiny, capsys):
@@ -230,51 +217,10 @@ def test_the_batch_and_the_seed_reach_the_recipe(tiny, capsys):
   assert "batch 16 -> 32" in capsys.readouterr().err
 
 
-def test_a_second_run_keeps_the_metrics_of_the_first(tiny, capsys):
-  for steps in ("3", "2"):
-    assert cli.main(["train", tiny, "--steps", steps]) == 0
-  assert "metrics     runs/tiny/metrics.jsonl (an earlier run's: runs/tiny/metrics-1.jsonl)" in (
-    capsys.readouterr().out.splitlines()
-  )
-  assert [step for step, _ in losses("runs/tiny")] == [1, 2]
-  assert len([r for r in records("runs/tiny/metrics-1.jsonl") if "loss" in r]) == 3
-
-
-@pytest.mark.parametrize("step", ["100", "best"])
-def test_a_step_to_resume_that_is_not_there(tiny, capsys, step):
-  assert cli.main(["train", tiny, "--steps", "2", "--checkpoint", "ckpt", "--resume", step]) == 1
-  assert "CheckpointError: cannot find" in capsys.readouterr().err
-  assert not Path("runs").exists()
-
-
-def test_an_empty_folder_of_text(tmp_path, capsys):
-  assert cli.main(["train", "text_lm", "--text", str(tmp_path), "--out", str(tmp_path / "o")]) == 1
-  assert f"RecipeError: not enough text in {tmp_path}" in capsys.readouterr().err
-  assert not (tmp_path / "o").exists()
-
-
 def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
   sizes = ["--mesh", "data=3", "--devices", "3"]
   assert cli.main(["train", tiny, *sizes, "--steps", "1"]) == 1
   assert "has 16 examples, which 3 shards cannot split evenly" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_machine_with_fewer_devices_is_made_to_look_larger(tiny, tmp_path):
-  """In its own process: one that has not started jax, and is told nothing of devices."""
-  command = [sys.executable, "-m", "nnx_parallel", "train", tiny, "--mesh", "data=2,tensor=2"]
-  cache = ["--compilation-cache", "cache", "--microbatches", "2"]
-  done = subprocess.run(
-    [*command, "--steps", "2", "--quiet", *cache],
-    env=environment(),
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[0].startswith("step 2/2")
-  assert any(Path("cache").iterdir())
 
 
 def environment():
@@ -293,20 +239,6 @@ def test_a_damaged_step_is_passed_over_and_made_again(tiny, capsys):
   assert cli.main([*common, "--steps", "6"]) == 0
   assert capsys.readouterr().err.startswith("warning: step 4 was passed over: step 4 is damaged: model/d/")
   assert cli.main(["verify", "ckpt"]) == 0
-
-
-def test_an_interrupted_run_saves_and_goes_on(tiny, capsys):
-  Path("ended.py").write_text(
-    TINY.replace("def tokens(batch):", "def tokens(batch):\n  global n; n += 1\n  if n == 3: end()")
-    + "\nimport os, signal\nn = 0\ndef end():\n  os.kill(os.getpid(), signal.SIGINT)\n"
-  )
-  assert cli.main(["train", "ended.py", "--checkpoint", "ckpt", "--steps", "8"]) == 130
-  shown = capsys.readouterr()
-  ended, saved = shown.out.splitlines()[-2:]
-  assert ended == "asked to end: saving step 3"
-  assert saved.startswith("step 3/8  checkpoint in ")
-  assert shown.err == "interrupted\n"
-  assert cli.main(["inspect", "ckpt"]) == 0
 
 
 @pytest.mark.slow
@@ -424,15 +356,3 @@ def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypa
   assert cli.main(["export", "tuned", "trained", recipe, *mesh]) == 0
   first, tuned = (nxp.Checkpointer(name).restore(as_numpy=True)["model"] for name in ("first", "tuned"))
   assert first.keys() == tuned.keys()
-
-
-@pytest.mark.slow
-def test_check_gradients_says_first_whether_they_are_right(tiny, capsys):
-  assert cli.main(["train", tiny, "--steps", "1", "--check-gradients", "--quiet"]) == 0
-  assert capsys.readouterr().out.startswith("the gradients of 2 leaves are right, to 1e-04 (float32)\n")
-  wrong = "jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: 2 * g, (), model(batch['x']))"
-  Path(tiny).write_text("import jax\n" + TINY.replace('model(batch["x"])', wrong))
-  assert cli.main(["train", tiny, "--steps", "1", "--check-gradients"]) == 3
-  printed = capsys.readouterr().out
-  assert "2 times the derivative" in printed
-  assert "step" not in printed

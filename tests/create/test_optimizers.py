@@ -98,27 +98,6 @@ def test_the_first_updates_are_the_eager_ones(name):
     np.testing.assert_allclose(value, right[path], rtol=2e-4, atol=2e-4, err_msg=path)
 
 
-class Mirrors(nnx.Module):
-  """A part that is called as an optimizer calls its state."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.mu = nnx.Linear(8, 16, rngs=rngs, kernel_metadata={"out_sharding": ("fsdp", None)})
-    self.kernel = nnx.Param(jnp.ones((8, 16)), out_sharding=(None, "fsdp"))
-
-  def __call__(self, x):
-    return self.mu(x) + x @ self.kernel[...]
-
-
-def test_state_follows_its_own_parameter_where_the_model_has_parts_called_mu():
-  with nnx.use_eager_sharding(False):
-    plan = nxp.plan(Mirrors, nxp.abstract_mesh(fsdp=8), optimizer=optax.adam(1e-3))
-  for moment in ("mu", "nu"):
-    for path in ("kernel", "mu.kernel", "mu.bias"):
-      leaf = plan[f"optimizer/opt_state.0.{moment}.{path}"]
-      assert (leaf.parameter, leaf.spec) == (plan[path].path, plan[path].spec)
-
-
 def test_state_has_the_optimizer_sharding_of_its_parameter():
   def init():
     names = {"out_sharding": (None, "mlp"), "optimizer_sharding": ("embed", "mlp")}

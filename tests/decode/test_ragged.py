@@ -11,7 +11,6 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 from tests.decode import test_generate as plain
-from tests.decode.test_rows import Calls
 from training import placed
 
 NEW, WIDTH, BATCH, VOCABULARY, FEATURES = 5, 41, 8, plain.VOCABULARY, plain.FEATURES
@@ -126,50 +125,6 @@ def test_rows_have_the_tokens_of_each_row_alone(init, layout):
   assert found.tokens.sharding.spec[0] == model.embed.embedding[...].sharding.mesh.axis_names[0]
 
 
-@pytest.mark.slow
-def test_the_calls_of_a_short_and_a_long_prompt():
-  calls = Calls()
-  generate = nxp.generator(NEW, prefill=16, call=calls)
-  model = nxp.unsharded(lambda: Listed(2))
-  found = generate(model, PROMPTS[:2], lengths=LENGTHS[:2])
-  jax.effects_barrier()
-  assert plain.rows(found) == alone(Listed, plain.GREEDY)[:2]
-  # The long prompt of 41 is read as 16 1 16 1 2 1 2 1, and 1.
-  assert {n: calls.seen.count(n) for n in calls.seen} == {16: 2, 2: 2, 1: 4 + NEW}
-
-
-@pytest.mark.slow
-def test_equal_prompts_are_read_in_parts_and_a_rest():
-  calls = Calls()
-  generate = nxp.generator(NEW, prefill=16, call=calls)
-  model = nxp.unsharded(lambda: Listed(2))
-  found = generate(model, PROMPTS[:2])
-  jax.effects_barrier()
-  assert sorted(calls.seen, reverse=True) == [16, 16, 8, *[1] * NEW]
-  assert str(generate.layers).startswith("prompts: 16, 8 tokens at once\n")
-  plainly = nxp.generator(NEW)(model, PROMPTS[:2])
-  assert plain.rows(found) == plain.rows(plainly)
-
-
-class OneBatch(Recurrent):
-  """It takes a batch of 8 only."""
-
-  def __call__(self, tokens):
-    return super().__call__(tokens.reshape(BATCH, -1))
-
-
-def test_rows_that_cannot_be_told_apart_are_read_up_to_the_shortest():
-  model, calls = nxp.unsharded(lambda: OneBatch(BATCH)), Calls()
-  generate = nxp.generator(NEW, prefill=4, call=calls)
-  lengths = np.maximum(LENGTHS, 9)
-  found = generate(model, PROMPTS, lengths=lengths)
-  jax.effects_barrier()
-  assert sorted(calls.seen, reverse=True) == [4, 4, *[1] * (WIDTH - 8 - 1 + NEW)]
-  assert plain.rows(found) == plain.rows(nxp.generator(NEW)(model, PROMPTS, lengths=lengths))
-  text = "prompts: 4 tokens at once, up to the shortest prompt, and then token by token: one row is not"
-  assert str(generate.layers).startswith(text)
-
-
 @functools.cache
 def slotted(layout):
   axes = LAYOUTS[layout]
@@ -188,29 +143,6 @@ def test_slots_read_long_prompts_in_chunks(layout):
   given = {"lengths": LENGTHS[twice], "requests": twice, "key": jax.random.key(7)}
   found = generate(slotted(layout), PROMPTS[twice], **given)
   assert plain.rows(found) == [expected[n] for n in twice]
-
-
-class InOrder(Calls):
-  """One entry for each row of a call, which waits for the tokens of the row."""
-
-  def __call__(self, model, tokens, position):
-    jax.debug.callback(lambda tokens: self.seen.append(tokens.shape[1]), tokens)
-    return model(tokens)
-
-
-@pytest.mark.slow
-def test_a_new_prompt_delays_the_others_by_one_call_a_token():
-  calls = InOrder()
-  generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)
-  lengths = np.array([1, 2, 41, 41, 1])
-  generate(nxp.unsharded(lambda: Listed(1)), PROMPTS[:5], lengths=lengths)
-  jax.effects_barrier()
-  # Requests 2 and 3 begin after 5 and 6 tokens: their prompts take 8 chunks in turns, with a token of each
-  # slot after each chunk, and the last tokens of the prompts one by one.
-  text = "".join(map(str, calls.seen))
-  assert text.startswith("11" * 5 + "8" + "11" + "8")
-  assert "88" not in text
-  assert text.count("8") == 8
 
 
 WINDOWED = Config(

@@ -63,8 +63,3 @@ def test_the_first_token_arrives_before_the_last_is_computed():
   assert len([*pairs]) == 2 * 30 - 1
   jax.effects_barrier()
   assert sorted(calls.seen) == [*[1] * 31, 2]
-
-
-def test_errors():
-  with pytest.raises(nxp.errors.DecodeError, match="every=0"):
-    nxp.generator(1).stream(plain.Counting(), plain.ONES, every=0)

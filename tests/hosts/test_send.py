@@ -9,8 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import ShardingError
@@ -30,13 +28,6 @@ class Net(nnx.Module):
 
   def __call__(self, x):
     return self.down(self.drop(nnx.relu(self.up(x))))
-
-
-class Holder(nnx.Module):
-  """One array."""
-
-  def __init__(self, x):
-    self.x = nnx.Param(x)
 
 
 def values(module):
@@ -79,55 +70,6 @@ def test_predictions_of_a_teacher_train_a_student_on_other_devices():
   step = nxp.train_step(lambda model, x, y: ((model(x) - y) ** 2).mean())
   losses = [float(step(student, optimizer, X, targets)["loss"]) for _ in range(20)]
   assert losses[-1] < losses[0] / 2
-
-
-def test_the_batches_of_a_loop_may_be_results_of_a_model_on_another_mesh():
-  first = nxp.make_mesh(data=4, devices=FIRST)
-  plan = nxp.plan(lambda: Net(8, 1), nxp.make_mesh(data=4, devices=LAST), optimizer=optax.adam(0.01))
-  teacher = nxp.create_sharded_model(lambda: Net(64, 0), first)
-  model, optimizer = nxp.create_sharded_model(plan)
-  predict = nnx.jit(lambda model, x: model(x))
-
-  def batches():
-    for _ in range(3):
-      x = nxp.shard_batch(X, nxp.plan(lambda: Net(64, 0), first))
-      yield {"x": X, "y": nxp.parallel.send(predict(teacher, x), plan)}
-
-  step = nxp.train_step(lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
-  found = nxp.fit(step, model, optimizer, batches(), steps=3, plan=plan, progress=False)
-  assert found.step == 3
-
-
-@pytest.mark.slow
-@given(data=st.data(), rows=st.sampled_from([8, 16]), columns=st.sampled_from([8, 24]))
-@settings(max_examples=40, deadline=None)
-def test_values_arrive_in_any_layout(data, rows, columns):
-  axes = st.sampled_from([None, "a", "b", ("a", "b"), ("b", "a")])
-  used = lambda entry: {entry} if isinstance(entry, str) else {*(entry or ())}
-  specs = st.tuples(axes, axes).filter(lambda spec: not used(spec[0]) & used(spec[1]))
-  meshes = st.permutations(range(8)).map(
-    lambda order: jax.sharding.Mesh(np.array(jax.devices())[np.array(order)].reshape(2, 4), ("a", "b"))
-  )
-  before, after = (
-    jax.device_put(
-      np.arange(rows * columns, dtype=np.float32).reshape(rows, columns),
-      jax.NamedSharding(data.draw(meshes), jax.P(*data.draw(specs))),
-    )
-    for _ in range(2)
-  )
-  source, target = Holder(before), Holder(jnp.zeros_like(after))
-  nxp.parallel.send(source, target)
-  np.testing.assert_array_equal(target.x.get_value(), before)
-  assert target.x.get_value().sharding == after.sharding
-
-
-def test_several_processes_cannot_send_to_other_devices(monkeypatch):
-  here, there = (nxp.make_mesh(data=4, devices=devices) for devices in (FIRST, LAST))
-  one, same, other = (nxp.create_sharded_model(lambda: Net(8, 0), mesh) for mesh in (here, here, there))
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  with pytest.raises(ShardingError, match=r"of 2 processes.\n  from 4 devices to 4, 0 of them the same"):
-    nxp.parallel.send(one, other)
-  assert nxp.parallel.send(one, same) is same
 
 
 def test_errors():

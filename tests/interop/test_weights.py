@@ -4,7 +4,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -118,33 +117,3 @@ def test_what_a_rule_would_cut_to_32_bits_is_refused(tmp_path):
       checkpointer.restore(
         {"v": np.zeros((3, 2), np.int64)}, weight_map=WeightMap(Rule("w", "v", "a b -> b a"))
       )
-
-
-@pytest.mark.parametrize(
-  ("pattern", "sizes", "file", "leaf", "want"),
-  [
-    ("o i -> i o", {}, (32, 16), P("a", "b"), P("b", "a")),
-    ("(h d) e -> e h d", {"d": 8}, (32, 16), P("a", "b"), P("b", "a")),
-    ("e (h d) -> h d e", {"d": 8}, (16, 32), P("b", None, "a"), P("a", "b")),
-    ("(h d) -> h d", {"d": 8}, (32,), P(("a", "b")), P(("a", "b"))),
-    ("o c h w -> h w c o", {}, (16, 4, 2, 2), P(None, None, "a", "b"), P("b", "a", None, None)),
-    ("1 x -> x", {}, (1, 16), P("a"), P(None, "a")),
-  ],
-)
-def test_what_makes_a_leaf_moves_nothing(pattern, sizes, file, leaf, want):
-  transform = Rule("x", "y", pattern, **sizes).transform
-  assert transform.spec_of_file(leaf, len(file)) == want
-  mesh = nxp.make_mesh(a=2, b=2, devices=jax.devices()[:4])
-  struct = jax.ShapeDtypeStruct(file, np.float32, sharding=NamedSharding(mesh, want))
-  program = jax.jit(lambda x: transform.apply([x], "model")[0], out_shardings=NamedSharding(mesh, leaf))
-  text = program.lower(struct).compile().as_text()
-  assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
-
-
-def test_the_layout_of_a_file_where_arrays_are_stacked_or_cut():
-  stacked = Rule("h.{i}.w", "w", "n o i -> n i o").transform
-  assert stacked.spec_of_file(P("a", "b"), 2) == P(None, "b")
-  assert Rule("h.{i}.w", "w").transform.spec_of_file(P("a", "b"), 2) == P("b")
-  cut = Rule("w", "h.{i}.w", "o n i -> n i o").transform
-  assert cut.spec_of_file(P("a", "b"), 3) == P("b", None, "a")
-  assert Rule("w", "h.{i}.w").transform.spec_of_file(P("a", "b"), 3) == P(None, "a", "b")

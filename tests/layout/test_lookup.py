@@ -6,7 +6,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from layout.families import Llama
 from nnx_parallel import presets
 from training import other_notes
 
@@ -85,24 +84,6 @@ def test_a_parameter_that_is_only_called_so_is_no_table():
   assert planned(nxp.fsdp(min_size=0), Own)["embedding"].spec == P(None, "fsdp")
 
 
-def test_padded_rows_take_the_fallback_too():
-  rules = [nxp.LogicalRules(vocab="tensor", embed=None, batch="fsdp"), presets.layers(), nxp.fsdp(min_size=0)]
-  plan = planned(rules, embed(63, 32), {"fsdp": 4, "tensor": 2}, uneven="pad")
-  assert (plan["embedding"].spec, plan["embedding"].storage_shape) == (P(("tensor", "fsdp"), None), (64, 32))
-
-
-def test_rows_that_do_not_divide_are_noted():
-  plan = planned([presets.layers(), presets.fsdp_tensor(min_size=0)], embed(62, 32), {"fsdp": 4, "tensor": 2})
-  assert plan["embedding"].spec == P("tensor", "fsdp")
-  assert other_notes(plan) == (
-    "embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead"
-    " of weights; split the rows, and pad them (uneven=\"pad\"): names (('tensor', 'fsdp'), None)",
-  )
-  names = nxp.PathRules([("embedding", (("tensor", "fsdp"), None))])
-  mended = planned([names, presets.fsdp_tensor()], embed(62, 32), {"fsdp": 4, "tensor": 2}, uneven="pad")
-  assert (mended["embedding"].storage_shape, other_notes(mended)) == ((64, 32), ())
-
-
 def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
   init = lambda: nnx.List([embed()() for _ in range(5)])
   rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed="fsdp"), presets.layers()]
@@ -110,19 +91,3 @@ def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
     "0.embedding, 1.embedding, 2.embedding and 2 more: look-up tables split by columns over fsdp, as the"
     " batch, so a step sends activations instead of weights; split the rows: names ('fsdp', None)",
   )
-
-
-@pytest.mark.parametrize(
-  ("mesh", "embed_axes"), [({"fsdp": 4, "tensor": 2}, "tensor"), ({"fsdp": 1, "tensor": 8}, "fsdp")]
-)
-def test_columns_over_other_axes_or_one_device_are_not(mesh, embed_axes):
-  rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed=embed_axes), presets.layers()]
-  assert other_notes(planned(rules, mesh=mesh)) == ()
-
-
-def test_a_whole_model_by_the_ready_made_rules():
-  init = lambda: Llama(nnx.Rngs(0), vocab=32, width=64, tied=True)
-  rules = [presets.llama(), presets.fsdp_tensor(min_size=0)]
-  plan = planned(rules, init, {"fsdp": 8, "tensor": 1})
-  assert plan["embed_tokens.embedding"].spec == P(("tensor", "fsdp"), None)
-  assert plan.notes == ()

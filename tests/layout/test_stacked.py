@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as Spec
 import nnx_parallel as nxp
 from layout.models import Block
 from nnx_parallel.create.constructor import unsharded
-from nnx_parallel.rules.paths import shifted
 from training import other_notes, run_steps
 
 DEPTH = 4
@@ -141,25 +140,6 @@ def test_a_stack_that_does_not_divide_is_an_error_with_the_rule_that_shifts():
   )
 
 
-def test_a_rule_of_a_family_that_lacks_the_stacked_dim_shows_the_rule_that_has_it():
-  rules = [nxp.PathRules([(("up", "kernel"), ("embed", "mlp"))]), UNNAMED]
-  with pytest.raises(nxp.errors.ShardingError) as caught:
-    nxp.plan(plain_stack, nxp.make_mesh(fsdp=2, tensor=4), rules)
-  assert (
-    "put a rule for it in front of this one: nxp.PathRules([('up.kernel', (None, 'embed', 'mlp'))]"
-    in str(caught.value)
-  )
-
-
-class Plain(nnx.Module):
-  def __init__(self, rngs):
-    self.up = nnx.Linear(8, 16, rngs=rngs)
-
-
-def plain_stack():
-  return nnx.vmap(Plain)(nnx.Rngs(0).split(DEPTH))
-
-
 @pytest.mark.parametrize("graph", [True, False])
 def test_the_metadata_of_flax_for_trees_names_the_stacked_dim(graph):
   """`nnx.transform_metadata`, which replaces the argument of `nnx.vmap`."""
@@ -171,36 +151,3 @@ def test_the_metadata_of_flax_for_trees_names_the_stacked_dim(graph):
   plan = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), RULES["layers split"])
   assert plan["up.kernel"].names == ("layers", "embed", "mlp")
   assert nxp.create_sharded_model(plan).up.kernel.out_sharding == ("layers", "embed", "mlp")
-
-
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_trained_stack_keeps_its_layout():
-  rules = RULES["layers split"].replace(batch="fsdp")
-  plan = nxp.plan(stacked(), nxp.make_mesh(fsdp=2, tensor=4), rules)
-  model = nxp.create_sharded_model(plan)
-
-  @nnx.jit
-  def forward(model, x):
-    return scan(model, x, "layers")
-
-  forward(model, jnp.ones((2, 8)))
-  assert model.up.kernel.get_raw_value().sharding == plan["up.kernel"].sharding
-  assert model.up.kernel.out_sharding == ("layers", "embed", "mlp")
-
-
-def test_only_a_rule_that_shifts_the_names_comes_before_them():
-  class Short(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed",))
-
-  for rule in (None, (None, "tensor")):
-    rules = [nxp.LogicalRules(embed="fsdp"), nxp.PathRules([(".*", rule)])]
-    found = nxp.plan(Short, nxp.abstract_mesh(fsdp=4, tensor=2), rules)
-    assert found["w"].spec == jax.P("fsdp", None)
-    assert any("fewer names than dims" in note for note in found.notes)
-
-
-def test_offered_rules_are_exact_where_layers_differ():
-  names = [("layers.0.w", ("embed", "mlp")), ("layers.1.w", ("mlp", "embed"))]
-  rule = shifted(names, {name: 3 for name, _ in names})
-  assert "('layers.0.w', (None, 'embed', 'mlp')), ('layers.1.w', (None, 'mlp', 'embed'))" in rule

@@ -8,8 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nnx_parallel as nxp
 from nnx_parallel.train.linearity import factors
@@ -164,74 +162,6 @@ def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
   assert re.search(message, found)
 
 
-def test_a_reshape_that_changes_two_dims_has_no_relation():
-  def grid(p, b):
-    x = losses(p, b)[:, 0]
-    return x.reshape(int(len(x) ** 0.5), -1).max(0).mean()
-
-  assert difference(grid, "mean", rows=16) > 1e-4
-  assert "reshape" in read(grid, "mean", rows=16)[1]
-
-
-UNARY = {
-  "tanh": jnp.tanh,
-  "softmax": jax.nn.softmax,
-  "product": lambda x, p: x @ p["w"],
-  "over rows": lambda x: jnp.cumsum(x, 1),
-  "swapped": lambda x: x.swapaxes(0, 1),
-  "flat": lambda x: x.reshape(-1, 4).reshape(x.shape),
-  "reversed": lambda x: x[:, ::-1],
-  "added": lambda x: jnp.cumsum(x, 0),
-  "sorted": lambda x: jnp.sort(x, 0),
-  "centred": lambda x: x - x.mean(0, keepdims=True),
-  "softmax over all": lambda x: jax.nn.softmax(x, 0),
-  "rolled": lambda x: jnp.roll(x, 1, 0),
-  "doubled": lambda x: jnp.concatenate([x, 2 * x], 0)[: x.shape[0]],
-  "stacked": lambda x: jnp.concatenate([x, x**2], 0).reshape(2, *x.shape).sum(0),
-  "padded": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
-  "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
-  "normed": lambda x: x / (1 + jnp.sqrt((x**2).sum(-1, keepdims=True))),
-  "times the mean": lambda x: x * x.mean(),
-  "plus one": lambda x: x + jnp.ones_like(x),
-  "shifted": lambda x: jax.lax.pad(x, np.float32(0), ((1, -1, 0), (0, 0, 0), (0, 0, 0))),
-  "first half set": lambda x: x.at[: x.shape[0] // 2].set(0.0),
-  "first half added": lambda x: x.at[: x.shape[0] // 2].add(1.0),
-  "first columns set": lambda x: x.at[:, :2].multiply(2.0),
-  "pooled": lambda x: nnx.max_pool(x, (2,), (1,), "SAME"),
-  "by its place": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None],
-}
-ENDS = {
-  "mean": lambda x: x.mean(),
-  "sum": lambda x: x.sum(),
-  "mean of squares": lambda x: (x**2).mean(),
-  "square of the mean": lambda x: x.mean() ** 2,
-  "largest of each": lambda x: x.max(-1).mean(),
-  "largest": lambda x: x.max(),
-  "scaled sum": lambda x: x.sum() / x.shape[0],
-  "sum of sums": lambda x: 3 * x.sum(0).sum() - x[:, 0].sum(),
-}
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(
-  names=st.lists(st.sampled_from(sorted(UNARY)), min_size=0, max_size=4),
-  end=st.sampled_from(sorted(ENDS)),
-  how=st.sampled_from(["mean", "sum"]),
-  seed=st.integers(0, 99),
-)
-def test_what_is_said_to_follow_does(names, end, how, seed):
-  def loss(p, b):
-    x = b["x"] @ p["w"]
-    for name in names:
-      x = UNARY[name](x, p) if name == "product" else UNARY[name](x)
-    return ENDS[end](x) + 0.1 * (x.mean() if how == "mean" else x.sum()) * p["b"].sum()
-
-  scales, why = read(loss, how)
-  if not why:
-    assert difference(loss, how, scales, seed=seed) < 1e-4
-
-
 class Net(nnx.Module):
   def __init__(self, rngs):
     self.layer = nnx.Linear(4, 4, rngs=rngs)
@@ -345,47 +275,6 @@ def test_random_numbers_by_example_are_reduced_once_and_equal_one_device(kind, a
   assert found.step.reduction.startswith("in each" if single else "once, after the scan, over data")
   state = lambda run: jax.tree.leaves(nnx.to_pure_dict(nnx.state(run.model, nnx.RngCount)))
   assert [int(x) for x in state(found)] == [int(x) for x in state(wanted)]
-
-
-class Words(nnx.Module):
-  def __init__(self, rngs):
-    self.embed, self.head = nnx.Embed(32, 8, rngs=rngs), nnx.Linear(8, 32, rngs=rngs)
-
-  def __call__(self, tokens):
-    return self.head(nnx.gelu(self.embed(tokens)))
-
-
-@pytest.mark.nightly
-@pytest.mark.cases(1)  # a sum: its gradient starts from a value that is the same in all parts
-@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
-def test_a_loss_in_parts_of_the_vocabulary_is_reduced_once_too(reduce):
-  def loss(model, tokens):
-    return reduce(optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]))
-
-  tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
-  rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
-  found = []
-  for devices, options in ((1, {}), (4, {"loss_chunks": 2})):
-    mesh = nxp.make_mesh(data=devices, devices=jax.devices()[:devices])
-    plan = nxp.plan(lambda: Words(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.5))
-    found.append(run_steps(plan, loss, [tokens] * 3, microbatches=2, **options))
-  assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
-  assert found[1].step.reduction.startswith("once, after the scan, over data")
-
-
-@pytest.mark.parametrize(
-  "seen",
-  [
-    lambda x: (x[:, 0] > 0).sum().astype(bool).astype(jnp.float32),
-    lambda x: jax.lax.div((x[:, 0] > 0).sum(), 8).astype(jnp.float32),
-  ],
-  ids=["any", "whole division"],
-)
-def test_a_count_that_is_rounded_is_no_sum(seen):
-  def loss(params, batch):
-    return (batch["x"] @ params["w"]).mean() * 0.0 + seen(batch["x"][:, 0]) * params["b"].sum()
-
-  assert read(loss, "sum")[1]
 
 
 COUNTED = {

@@ -183,23 +183,3 @@ def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):
   tx = optax.chain(optax.adam(1e-2), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
   found = nxp.check_step(*two_plans(lambda: Small(nnx.Rngs(0)), tx), loss_of_square, X)
   assert {row.name.partition(".")[0] for row in found.leaves if not row} == {part}
-
-
-@pytest.mark.slow
-def test_a_coarse_reduction_is_compared_with_one_device_that_reduces_nothing():
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(),
-                  optimizer=optax.adam(1e-3))  # fmt: skip
-  batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
-  found = nxp.check_step(plan, None, lambda model, x: (model(x) ** 2).mean(), batch, reduction="bfloat16")
-  assert found
-  assert "changed by the same, to 1e-01" in str(found)
-
-
-def test_a_second_plan_that_is_none_is_an_error_with_the_call():
-  init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), optimizer=optax.sgd(0.1))
-  loss = lambda model, x: model(x).sum()
-  with pytest.raises(
-    nxp.errors.PlanError, match=r"two plans, but the second is a function[\s\S]*None, loss_fn, batch"
-  ):
-    nxp.check_step(plan, loss, np.ones((8, 8), np.float32), {})
