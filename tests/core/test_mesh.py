@@ -51,10 +51,20 @@ def test_minus_one_takes_what_is_left(sizes, left):
   assert nxp.make_mesh(**sizes).shape["fsdp"] == left
 
 
+def test_cpu_devices_keep_their_order():
+  assert ids(nxp.make_mesh(data=2, tensor=4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_a_subset_of_devices_and_names_that_are_keywords():
   mesh = nxp.make_mesh({"lambda": 2}, rest=-1, devices=jax.devices()[4:])
   assert axis_sizes(mesh) == {"lambda": 2, "rest": 2}
   assert ids(mesh) == [[4, 5], [6, 7]]
+
+
+def test_sizes_may_be_numpy_integers():
+  sizes = axis_sizes(nxp.make_mesh(data=np.int64(2), fsdp=-1))
+  assert sizes == {"data": 2, "fsdp": 4}
+  assert {type(size) for size in sizes.values()} == {int}
 
 
 @pytest.mark.parametrize(
@@ -137,12 +147,46 @@ def test_abstract_meshes_of_any_size():
   assert nxp.describe_mesh(mesh) == "mesh data=64 x fsdp=64 = 4096 devices (abstract, Explicit axes)"
 
 
+@pytest.mark.parametrize(
+  ("sizes", "text"),
+  [({"data": -1}, "no devices to count"), ({}, "at least one axis"), ({"data": 0}, "has size 0")],
+)
+def test_abstract_meshes_that_cannot_be(sizes, text):
+  with pytest.raises(nxp.errors.MeshError, match=text) as caught:
+    nxp.abstract_mesh(**sizes)
+  assert "abstract_mesh(data=16, fsdp=256)" in str(caught.value)
+  assert "-1 takes" not in str(caught.value)
+
+
+def test_the_form_of_jax_is_answered_with_names():
+  with pytest.raises(nxp.errors.MeshError) as caught:
+    nxp.make_mesh((2, 4), ("data", "fsdp"))
+  assert str(caught.value) == (
+    "the axes of a mesh are written as name=size, not as sizes and names.\n"
+    "  given (2, 4), ('data', 'fsdp')\n"
+    "  Fix: make_mesh(data=2, fsdp=4)"
+  )
+  with pytest.raises(nxp.errors.MeshError, match=r"given 8\n  Fix: abstract_mesh\(data=16, fsdp=256\)"):
+    nxp.abstract_mesh(8)
+
+
 def test_simulated_slices_are_runs_of_devices():
   mesh = nxp.make_mesh(data=4, fsdp=2, dcn={"data": 2})
   # data = 2 slices x 2 inside; devices 0-3 stand for the first slice.
   assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
   split_minor = nxp.make_mesh(data=2, fsdp=4, dcn={"fsdp": 2})
   assert ids(split_minor) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_real_slices_go_to_the_axis_that_dcn_names():
+  mesh = nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4), dcn={"data": 2})
+  slice_of = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+  assert slice_of.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+  assert nxp.describe_mesh(mesh) == (
+    "mesh data=4 x fsdp=2 = 8 devices (TPU v5 lite, Auto axes)\n"
+    "  inside one host: fsdp\n"
+    "  across slices: data"
+  )
 
 
 def test_an_axis_across_hosts_is_said():
@@ -171,3 +215,8 @@ def test_dcn_factors_that_do_not_fit(dcn, texts):
 def test_slices_without_dcn_are_refused_with_the_call_that_works():
   with pytest.raises(nxp.errors.MeshError, match=r"form 2 slices[\s\S]*dcn=\{'data': 2\}"):
     nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4))
+
+
+def test_what_is_not_a_mesh():
+  with pytest.raises(nxp.errors.MeshError, match=r"\{'data': 8\} is not a mesh"):
+    is_explicit({"data": 8})

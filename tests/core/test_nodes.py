@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -10,12 +11,17 @@ from jax.sharding import PartitionSpec as Spec
 
 import nnx_parallel as nxp
 from layout.models import LM, named
-from nnx_parallel.core.nodes import aliases, iter_nodes, names_of, variables
+from nnx_parallel.core.nodes import aliases, iter_nodes, names_of, plain_path, variables
+from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.constrain import scope_of
 from training import other_notes
 
 RULES = nxp.LogicalRules(embed="fsdp", mlp="tensor")
+
+
+def test_keys_of_a_tree_that_are_plain_strings():
+  assert plain_path((jax.tree_util.GetAttrKey("a"), "b", jax.tree_util.SequenceKey(0))) == ("a", "b", 0)
 
 
 def mesh():
@@ -74,6 +80,12 @@ def test_rules_on_the_variable_win_and_are_told():
   plan = nxp.plan(init, mesh(), RULES)
   assert plan["kernel"].spec == Spec(None, "fsdp")
   assert "with its own sharding_rules {'mlp': 'fsdp', 'embed': None}" in plan.explain("kernel")
+
+
+def test_a_variables_own_rules_must_agree():
+  metadata = {**named("embed", "mlp"), "sharding_rules": (("mlp", "fsdp"), ("mlp", "tensor"))}
+  with pytest.raises(ShardingError, match=r"kernel: sharding_rules maps 'mlp' twice"):
+    spec_of(**metadata)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +169,29 @@ def test_a_shared_submodule_gives_its_variables_two_paths():
     ("a", "bias"): (("layers", 1, "bias"),),
     ("a", "kernel"): (("layers", 1, "kernel"),),
   }
+
+
+@pytest.mark.slow
+def test_an_annotated_model_runs_without_a_mesh_and_keeps_its_names():
+  def init():
+    return LM(61, 8, 2, nnx.Rngs(0))
+
+  model = unsharded(init)
+  assert model.embed.embedding.out_sharding == ("vocab", "embed")
+  assert len(model.embed.embedding[...].sharding.device_set) == 1
+  tokens = jnp.zeros((2, 4), jnp.int32)
+  rules = nxp.LogicalRules(embed="fsdp", mlp="tensor", vocab=None, batch=None)
+  created = nxp.create_sharded_model(init, mesh(), rules)
+  run = nnx.jit(lambda m, x: m(x))
+  np.testing.assert_allclose(run(model, tokens), run(created, tokens), atol=1e-6)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+  loss = nxp.train_step(lambda m, x: (m(x) ** 2).mean())(model, optimizer, tokens)["loss"]
+  assert jnp.isfinite(loss)
+
+
+def test_without_a_mesh_flax_alone_refuses():
+  with pytest.raises(ValueError, match="mesh"):
+    nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
 
 
 def test_planning_ignores_whatever_mesh_is_active():

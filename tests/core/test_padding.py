@@ -1,7 +1,9 @@
 """Padding is real and nobody sees it: modules, gradients, optimizers and norms are those of one device."""
 
 import copy
+import functools
 import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from layout.models import named
 from nnx_parallel.core.padding import crop, pad_variable
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.testing import assert_same_training
+from training import plain_step
 
 VOCAB, STORED = 50257, 50264
 RULES = nxp.LogicalRules(vocab="tensor", batch="tensor")
@@ -34,10 +37,69 @@ class TiedLM(nnx.Module):
     return (x + self.down(nnx.gelu(self.up(x)))) @ self.head[...].T
 
 
+def loss_fn(model, batch):
+  logits = model(batch["x"])
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
 def data():
   tokens = np.random.default_rng(0).integers(0, VOCAB, (8, 9))
   tokens[0, 0] = VOCAB - 1  # the last real row stands next to the padding
   return {"x": tokens[:, :-1].astype(np.int32), "y": tokens[:, 1:].astype(np.int32)}
+
+
+def create(mesh, tx, **kwargs):
+  plan = nxp.plan(lambda: TiedLM(nnx.Rngs(0)), mesh, RULES, optimizer=tx, uneven="pad", **kwargs)
+  return plan, *nxp.create_sharded_model(plan)
+
+
+def train(mesh, tx, step, steps=4):
+  plan, model, optimizer = create(mesh, tx)
+  batch = nxp.shard_batch(data(), plan)
+  losses = [float(step(model, optimizer, batch)) for _ in range(steps)]
+  return losses, model, optimizer
+
+
+def make_ours():
+  step = nxp.train_step(loss_fn)
+  return lambda model, optimizer, batch: step(model, optimizer, batch)["loss"]
+
+
+OPTIMIZERS = {
+  "adamw and clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+  "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+}
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  """Losses and trained modules of one device, where nothing is padded, by the name of an optimizer."""
+  mesh = nxp.make_mesh(tensor=1, devices=jax.devices()[:1])
+  return functools.cache(lambda name: train(mesh, OPTIMIZERS[name](), make_ours()))
+
+
+@pytest.mark.cases(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "make_step"),
+  [("adamw and clip", make_ours), ("adamw and clip", lambda: plain_step(loss_fn)), ("adafactor", make_ours)],
+)
+def test_a_vocabulary_of_50257_on_8_devices_trains_as_on_one(one_device, name, make_step):
+  expected, reference, _ = one_device(name)
+  losses, model, optimizer = train(nxp.make_mesh(tensor=8), OPTIMIZERS[name](), make_step())
+  np.testing.assert_allclose(losses, expected, rtol=2e-6)
+  table = model.embed.embedding
+  assert table.shape == (VOCAB, 8)
+  np.testing.assert_allclose(jax.device_get(table[...]), jax.device_get(reference.head[...]), atol=2e-6)
+  # Storage: split for good, and zero in the padding, in the model and in the optimizer.
+  assert table.get_raw_value().shape == (STORED, 8)
+  assert table.get_raw_value().addressable_shards[0].data.shape == (STORED // 8, 8)
+  for variable in jax.tree.leaves(
+    nnx.state((model, optimizer)), is_leaf=lambda x: isinstance(x, nnx.Variable)
+  ):
+    raw = variable.get_raw_value()
+    if raw.shape[:1] == (STORED,):
+      assert not jax.device_get(raw)[VOCAB:].any()
 
 
 def test_slicing_adds_no_collective():
@@ -87,6 +149,30 @@ def test_a_padded_variable_is_its_own_kind_at_its_own_shape():
   assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "tensor")
   assert "PaddedParam" in repr(kernel)
   assert "shape=(8, 30)" in repr(model)
+
+
+def test_reads_of_an_unchanged_variable_give_one_array():
+  """Qwix and others find the Variable of an operand by the identity of its array, as flax lets them."""
+  model = linear()
+  kernel = model.kernel
+  held = kernel[...]
+  assert kernel.get_value() is held
+
+  @nnx.jit
+  def read(model):
+    one = model.kernel[...]
+    assert model.kernel.get_value() is one
+    inner = jax.jit(lambda: model.kernel[...] + 1.0)()  # another trace: an array of its own
+    model.kernel[...] = one * 2.0
+    assert model.kernel[...] is not one
+    return model.kernel[...] + inner
+
+  np.testing.assert_allclose(read(model), 3 * held + 1, atol=1e-6)
+  np.testing.assert_array_equal(kernel[...], 2 * held)
+  jax.make_jaxpr(lambda: kernel[...])()
+  assert not isinstance(kernel[...], jax.core.Tracer)
+  kept = weakref.ref(kernel[...])
+  assert kept() is None  # who reads keeps it alive, the Variable does not hold a second copy
 
 
 def test_values_are_set_at_the_logical_shape_and_stay_sharded():
@@ -285,3 +371,12 @@ def test_the_fallback_pads_what_nothing_divides():
   assert_same_training(loss, {"fsdp": plan}, batches)
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.check_layout(model, plan, optimizer=optimizer)
+
+
+def test_padding_of_names_and_of_the_fallback_add_up():
+  init = lambda: nnx.Linear(9, 7, rngs=nnx.Rngs(0), kernel_metadata=named(None, "mlp"))
+  rules = [nxp.LogicalRules(mlp="tensor"), nxp.fsdp(min_size=0)]
+  leaf = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), rules, uneven="pad")["kernel"]
+  assert (leaf.spec, leaf.padding) == (jax.P(None, ("tensor", "fsdp")), (0, 1))
+  leaf = nxp.plan(init, nxp.make_mesh(fsdp=4, tensor=2), rules, uneven="pad")["kernel"]
+  assert (leaf.spec, leaf.padding) == (jax.P(None, ("tensor", "fsdp")), (0, 1))

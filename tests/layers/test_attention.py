@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -14,6 +15,7 @@ from benchmarks.plain import decoders, others
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
+from training import run_steps
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 13, 18, 4, 8
 RANDOM = np.random.default_rng(0)
@@ -212,6 +214,41 @@ def test_heads_and_examples_stay_split(kind):
   np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_step_on_a_mesh():
+  init = lambda: decoders.Decoder(decoders.Config(depth=1, vocab=100), nnx.Rngs(0))
+  tokens = RANDOM.integers(1, 100, (8, 14))
+  rules = [
+    nxp.LogicalRules(batch=("data", "fsdp")),
+    nxp.PathRules({r".*\.o\.kernel": ("tensor", "fsdp"), r".*\.kernel": ("fsdp", "tensor")}),
+    nxp.fsdp("fsdp", min_size=0),
+  ]
+  plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=2, tensor=2), rules, optimizer=optax.sgd(0.1))
+  losses: list[list[float]] = []
+  for options in ({}, {"attention": 5, "loss_chunks": 4, "microbatches": 2}):
+    losses.append(run_steps(plan, decoders.loss, [tokens] * 2, **options).losses)
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_forward_mode_agrees():
+  class Attention(nnx.Module):
+    def __init__(self):
+      self.q, self.k, self.v = nnx.Param(Q), nnx.Param(K), nnx.Param(V)
+
+  def loss(model, x):
+    return (attend(model.q[...], model.k[...], model.v[...]) * x).sum()
+
+  direction = np.linspace(-1, 1, Q.size, dtype=np.float32).reshape(Q.shape)
+  assert nxp.check_gradients(Attention(), direction, nxp.with_layers(loss, attention=5))
+
+
+def test_short_attention_stays_as_written():
+  plain = loss_of(attend)
+  blocks = nxp.with_layers(plain, attention="blockwise")
+  args = [Q, K, V], np.float32(1)
+  assert largest(blocks, *args) == largest(plain, *args)
+
+
 def top_four(s):
   """Tiles round their scores in another way, so that one which equals the threshold may not be found."""
   return jnp.where(s < jax.lax.top_k(s, 4)[0][..., -1:], -jnp.inf, s)
@@ -400,6 +437,18 @@ def test_rows_that_see_nothing_behind_two_masks_are_as_written(fill):
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
     changed({"x": ROWS}, None),
     plain({"x": ROWS}, None),
+  )
+
+
+def test_printing_and_a_constant_exponential_beside_attention():
+  def loss(model, _):
+    x = model["x"]
+    jax.debug.print("{}", x.sum())
+    weights = jax.nn.softmax(jnp.einsum("qd,kd->qk", x, x))
+    return (weights @ x).sum() * jax.lax.exp(0.5)
+
+  np.testing.assert_allclose(
+    nxp.with_layers(loss, attention=5)({"x": ROWS}, None), loss({"x": ROWS}, None), rtol=1e-5
   )
 
 

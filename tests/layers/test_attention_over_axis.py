@@ -16,6 +16,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import find
 from nnx_parallel.layers.attention.find import queries_over
 from nnx_parallel.report.program.collectives import collectives
+from nnx_parallel.report.program.cost import cost
 from training import run_steps
 
 CONFIG = decoders.Config(
@@ -113,6 +114,32 @@ def test_in_a_ring_keys_and_values_travel_and_no_device_has_them_whole():
   assert not {"all-gather", "all-to-all"} & sent.keys()
   assert floats_of(program, length // context)
   assert not floats_of(program, length)
+
+
+def test_all_to_all_sends_queries_keys_values_and_results_once():
+  _, sent = compiled("ulysses", 512)
+  # Forward, and the gradients backward; the model repeats keys and values before.
+  once = 4 * 2 * (512 // 4) * CONFIG.heads * CONFIG.head_dim * 4
+  assert sent["all-to-all"] == CONFIG.depth * 2 * once
+  assert "all-gather" not in sent
+
+
+@pytest.mark.nightly
+def test_a_device_computes_its_share_and_gathers_keys_and_values_once():
+  length, batch, data, context = 512, 4, 2, 4
+  plan = planned(nxp.make_mesh(data=data, context=context))
+  step = nxp.train_step(decoders.loss, attention=64)
+  abstract = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+  programs = [step.lower(of, batch=abstract).compile() for of in (one_device(), plan)]
+  flops = [cost(program.as_text()).flops for program in programs]
+  # The device with the last queries skips the fewest tiles of the causal mask: 1 of 16; one device 28 of 64.
+  assert flops[0] < flops[1] * data * context < 1.5 * flops[0]
+  report = nxp.compile_report(step, plan, batch=abstract)
+  sent = report.bytes_by("kind", "axes")
+  gathered = CONFIG.depth * 2 * (batch // data) * length * CONFIG.kv_heads * CONFIG.head_dim * 4
+  assert sent["all-gather", "context"] == gathered  # before the model repeats them for groups of heads
+  assert ("all-gather", "data") not in sent
+  assert report.memory.temporaries < programs[0].memory_analysis().temp_size_in_bytes / 4
 
 
 def test_an_axis_that_splits_weights_is_left_to_them():

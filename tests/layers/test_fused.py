@@ -9,16 +9,19 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from benchmarks.plain import decoders
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.tiles import ordered
 from nnx_parallel.layers.attention import kernels, masks
 from nnx_parallel.layers.attention.kernels import cudnn_attention
 from nnx_parallel.layers.attention.softmaxes import NotFused
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
+from training import run_steps
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 128, 256, 4, 8
 RANDOM = np.random.default_rng(0)
@@ -265,6 +268,16 @@ def test_what_only_looks_like_it_keeps_its_value(name, attention):
     np.testing.assert_allclose(found[1][key][...], plain[1][key][...], rtol=1e-3, atol=1e-4)
 
 
+def test_one_query_goes_by_blocks():
+  def loss(arrays, length):
+    q, k, v = arrays
+    scores = jnp.where(jnp.arange(KEYS) < length, jnp.einsum("bhd,bkhd->bhk", q[:, 0], k), -1e9)
+    return jnp.einsum("bhk,bkhd->bhd", jax.nn.softmax(scores), v).sum()
+
+  with pytest.raises(nxp.errors.TrainError, match="finds no attention"):
+    jax.jit(nxp.with_layers(loss, attention="fused"))((Q, K, V), 60)
+
+
 BIAS = RANDOM.normal(size=(HEADS, QUERIES, KEYS)).astype(np.float32)
 PADDING = np.arange(KEYS)[None] < np.array([[256], [150]])
 OTHERS = {
@@ -364,6 +377,40 @@ def test_masks_biases_and_documents_reach_the_kernel(name, kind, monkeypatch):
   assert ("by the fused kernel: 1 of 1" in str(used)) == (kind in kinds), str(used)
 
 
+CONFIG = decoders.Config(vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=32, depth=2)
+TOKENS = np.random.default_rng(1).integers(0, 64, (8, 129)).astype(np.int32)
+
+
+def decoder():
+  return decoders.Decoder(CONFIG, nnx.Rngs(0))
+
+
+@functools.cache
+def plain_losses():
+  model, step = decoder(), nxp.train_step(decoders.loss)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  return [float(step(model, optimizer, TOKENS)["loss"]) for _ in range(2)]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("sizes", "options"),
+  [
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "scan_layers": True}),
+    ({"data": 2, "tensor": 4}, {"microbatches": 2}),
+  ],
+)
+def test_a_step_on_a_mesh(sizes, options):
+  mesh = nxp.make_mesh(**sizes)
+  rules = nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))
+  fallback = nxp.fsdp(min_size=0) if "fsdp" in sizes else nxp.replicate()
+  plan = nxp.plan(decoder, mesh, [rules, fallback], optimizer=optax.sgd(0.1))
+  _, _, losses, step = run_steps(plan, decoders.loss, [TOKENS] * 2, attention="fused", **options)
+  np.testing.assert_allclose(losses, plain_losses(), rtol=1e-5)
+  assert "attention by the fused kernel: 2 of 2 found" in str(step.layers)
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kinds", [("Auto", "Auto"), ("Explicit", "Explicit"), ("Explicit", "Auto")])
 def test_heads_and_examples_stay_split(kinds):
@@ -384,6 +431,19 @@ def test_heads_and_examples_stay_split(kinds):
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_the_search_for_the_scale_ends():
+  """It does not walk back through all operations of the layers before."""
+
+  def loss(q, k, v):
+    for _ in range(40):
+      q = q + q * q * 1e-3
+    return attend(q * q.mean(), k, v).sum()
+
+  value, done = fused_of(loss, Q, K, V)
+  np.testing.assert_allclose(value, loss(Q, K, V), rtol=1e-4)
+  assert "1 of 1 found" in done
 
 
 def test_without_a_kernel_it_goes_by_blocks(monkeypatch):

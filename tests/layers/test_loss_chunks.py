@@ -8,9 +8,11 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from benchmarks.plain import decoders, others
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
+from training import run_steps
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 13, 6, 50
 RANDOM = np.random.default_rng(0)
@@ -208,6 +210,23 @@ def test_chunks_equal_the_whole(loss):
     assert largest(gradients(recomputed), PARAMS, X) < logits
 
 
+@pytest.mark.slow
+def test_a_model_with_its_layers_scanned():
+  graphdef, state = nnx.split(decoders.Decoder(decoders.Config(depth=2, vocab=200), nnx.Rngs(0)))
+  tokens = RANDOM.integers(1, 64, (4, 14))
+
+  def derived(loss):
+    return jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), tokens))
+
+  whole, expected = jax.jit(derived(decoders.loss))(state)
+  changed = derived(
+    nxp.with_layers(decoders.loss, loss_chunks=4, attention=5, scan_layers=True, remat="full")
+  )
+  value, found = jax.jit(changed)(state)
+  np.testing.assert_allclose(value, whole, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+
+
 def orders(params, x):
   logits = logits_of(params, x)
   return (
@@ -295,12 +314,68 @@ def test_what_does_not_match_is_named(loss, text):
   assert text in str(caught.value)
 
 
+def test_an_evaluation_with_both():
+  model = others.EncoderDecoder(nnx.Rngs(0), depth=1)
+  tokens = RANDOM.integers(1, 64, (4, 12))
+
+  def loss(model, tokens):
+    logits = model(tokens)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+    return nxp.weighted(losses.sum(), losses.size), {"right": (logits.argmax(-1) == tokens).mean()}
+
+  plain = nxp.eval_step(loss)(model, tokens)
+  found = nxp.eval_step(loss, attention=4, loss_chunks=3)(model, tokens)
+  assert found.keys() == plain.keys()
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
+
+
 def test_one_pass_over_the_columns_in_each_direction():
   for loss, passes in ((one_by_one, 1), (smoothed, 1), (entropy, 2), (capped_with_z_loss, 1), (focal, 2)):
     in_chunks = nxp.with_layers(loss, loss_chunks=4)
     for function, directions in ((in_chunks, 1), (jax.grad(in_chunks), 2)):
       eqns = equations(jax.make_jaxpr(function)(PARAMS, X))
       assert sum(eqn.primitive.name == "scan" for eqn in eqns) == passes * directions, loss.__name__
+
+
+MODEL = decoders.Config(depth=2, vocab=512, width=64)
+TENSOR = [
+  nxp.LogicalRules(batch=("data", "fsdp")),
+  nxp.PathRules(
+    {
+      r"embed\.embedding": ("tensor", "fsdp"),
+      r"(.*\.)?(q|k|v|gate|up|head)\.kernel": ("fsdp", "tensor"),
+      r".*\.(o|down)\.kernel": ("tensor", "fsdp"),
+    }
+  ),
+  nxp.replicate(),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+  ("sizes", "rules", "chunks"),
+  [((1, 8, 1), nxp.fsdp(min_size=0), 5), ((2, 1, 4), TENSOR, 8), ((1, 4, 2), TENSOR, 5)],
+  ids=["fsdp", "tensor", "both"],
+)
+def test_what_a_mesh_sends(sizes, rules, chunks):
+  mesh = nxp.make_mesh(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
+  plan = nxp.plan(lambda: decoders.Decoder(MODEL, nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-2))
+  tokens = nxp.shard_batch(RANDOM.integers(1, 512, (16, 65)).astype(np.int32), plan)
+  sent, losses = [], []
+  for options in ({}, {"loss_chunks": chunks}):
+    run = run_steps(plan, decoders.loss, [tokens] * 2, **options)
+    losses.append(run.losses)
+    sent.append(nxp.compile_report(run.step, plan, batch=tokens).bytes_by("axes"))
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+  weights, rows = 4 * 64 * 512, 16 * 64 // (sizes[0] * sizes[1])
+  # The weights once more, and a few numbers of each token in each chunk.
+  assert sent[1].get("fsdp", 0) <= sent[0].get("fsdp", 0) + weights // sizes[2]
+  assert sent[1].get("tensor", 0) <= sent[0].get("tensor", 0) + 3 * 4 * rows * chunks
+  assert sent[1].get("data", 0) <= sent[0].get("data", 0)
+  said = f"the head and the loss of each token in {chunks} chunks of the 512 columns"
+  assert str(run.step.layers).strip() == said
 
 
 def test_types_with_shardings():

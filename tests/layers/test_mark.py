@@ -13,6 +13,8 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from layers.nets import Layer, Net, X, host_arrays, in_turn, loss, names, same, trace
+from nnx_parallel.layers.layers import LayerOptions
+from nnx_parallel.layers.stacks import Stacks
 
 
 class Block(nnx.Module):
@@ -144,6 +146,22 @@ class Scaled(Layer):
 
   def __call__(self, x):
     return super().__call__(x) * 0.5
+
+
+class Failing(Layer):
+  """Raises."""
+
+  def __call__(self, x):
+    raise ValueError("no layer")
+
+
+def test_an_exception_leaves_the_class_as_it_was():
+  net = Net(2, in_turn, Failing)
+  before = vars(Failing).copy()
+  with pytest.raises(ValueError, match="no layer"):
+    nxp.with_layers(loss, remat="full")(net, X)
+  assert vars(Failing) == before
+  assert all(type(layer) is Failing for layer in net.layers)
 
 
 def test_threads_mark_their_own_models():
@@ -355,6 +373,22 @@ def test_a_policy_for_nothing_but_what_stays_as_written_is_refused(body):
     trace(Mixed(), of=lambda net, x: body(net, x).sum(), remat="full")
 
 
+class Recomputing(Block):
+  """Is recomputed as the model is written."""
+
+  __call__ = nnx.remat(lambda self, x: jnp.tanh(self.linear(x)))
+
+
+def test_a_checkpoint_of_the_model_stays_within_another_policy():
+  net = Net(4, in_turn, lambda rngs, n: Recomputing(rngs))
+  said = "parts under nnx.remat or jax.checkpoint: as written"
+  assert said in same(net, remat="dots")
+  assert said in same(net, remat="none")
+  assert said not in same(net, remat="full")
+  counts = {p: names(trace(net, remat=p, scan_layers=False)[0]).count("tanh") for p in (None, "none", "full")}
+  assert counts["none"] == counts[None] == counts["full"]
+
+
 def printing(layer, x, out):
   jax.debug.callback(lambda mean, out=out: out.append(float(mean)), x.mean())
   jax.debug.print("mean {}", x.mean())
@@ -446,3 +480,13 @@ def test_towers_are_not_the_layers_of_a_chain(depth, twice):
   for tower in ("a", other):
     assert f"{tower}.layers.0 to {tower}.layers.{depth - 1}: one scan of {depth}\n" in done + "\n"
   assert f"{other}.layers.0 reads no result of a.layers.{depth - 1}" in done
+
+
+def test_a_tower_is_a_pipeline():
+  net = Towers(4, False)
+
+  def marked(x):
+    with LayerOptions(scan_layers=True).marking(net):
+      return net(x)
+
+  assert Stacks(jax.make_jaxpr(marked)(X)).largest().name == "a.layers.0 to a.layers.3"

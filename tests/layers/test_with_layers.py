@@ -1,5 +1,7 @@
 """The calls of layers in a trace, on one device: equal in value, gradient and state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,6 +164,12 @@ def test_a_step_with_plain_arrays_in_layers(name, options):
   np.testing.assert_allclose(losses(**options), losses(), rtol=1e-5)
 
 
+def test_a_layer_that_makes_variables_in_its_call():
+  net = Net(4, lambda layers, x: functools.reduce(lambda x, layer: layer(x, True), layers, x), Raw)
+  got = nxp.with_layers(loss, remat="full")(net, X)
+  np.testing.assert_allclose(got, loss(net, X), rtol=1e-5)
+
+
 def in_branch(model, x):
   return jax.lax.cond(x.sum() > 0, lambda x: loss(model, x), lambda x: x.sum(), x)
 
@@ -245,10 +253,47 @@ def test_a_number_that_becomes_an_array():
   ) in done
 
 
+class Counting(Layer):
+  """Gets an array of which it makes a number."""
+
+  def __call__(self, x, n):
+    return super().__call__(x) / int(n)
+
+
+def test_a_number_that_python_reads():
+  n = jnp.asarray(3)
+  assert "one scan of 4" in same(
+    Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting), scan_layers=True
+  )
+
+
 def test_two_shared_layers_in_turn_are_not_stacked():
   jaxpr, used = trace(Net(2, lambda layers, x: in_turn([*layers] * 3, x)), remat="full")
   assert "layers.0 to layers.1: one scan of 3, 2 layers each" in str(used)
   assert not any(eqn.primitive.name == "concatenate" for eqn in equations(jaxpr))
+
+
+class Other(Layer):
+  """Another class of the same arrays."""
+
+  def __call__(self, x):
+    return super().__call__(jnp.sin(x))
+
+
+class Both(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.encoder, self.decoder = (nnx.List([kind(rngs) for _ in range(4)]) for kind in (Layer, Other))
+
+  def __call__(self, x):
+    return in_turn([*self.encoder, *self.decoder], x)
+
+
+def test_layers_of_two_classes_are_no_surprise():
+  done = same(Both(), remat="full")
+  assert "encoder.0 to encoder.3: one scan of 4" in done
+  assert "decoder.0 to decoder.3: one scan of 4" in done
+  assert "not scanned" not in done
 
 
 class Closed(Layer):
@@ -303,10 +348,21 @@ def test_a_remat_that_selects_nothing_is_refused():
       nxp.Remat(**wrong)
 
 
+class NumPy(nnx.Linear):
+  def __call__(self, x, places):
+    return super().__call__(x)[:, : int(places.max()) + 1]
+
+
 def of_list(kind, *args):
   rngs = nnx.Rngs(0)
   model = nnx.Dict(layers=nnx.List([kind(rngs) for _ in range(3)]))
   return model, lambda model, x: (each(lambda layer, x, _: layer(x, *args))(model.layers, x) ** 2).sum()
+
+
+def test_numpy_arguments_of_layers_stay_numpy():
+  model, run = of_list(lambda rngs: NumPy(4, 4, rngs=rngs), np.arange(4))
+  found = nxp.with_layers(run, remat="full", scan_layers=True)(model, jnp.ones((2, 4)))
+  np.testing.assert_allclose(found, run(model, jnp.ones((2, 4))), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
