@@ -258,15 +258,3 @@ def test_importing_changes_nothing_and_starts_no_backend(tmp_path):
   assert result.returncode == 0, result.stderr
   assert json.loads(result.stdout.splitlines()[-1]) == {}
   assert list(tmp_path.iterdir()) == []
-
-
-def test_listeners_and_a_started_backend_would_be_noticed(tmp_path):
-  kinds = ["event", "event_duration_secs", "event_time_span", "scalar"]
-  code = "".join(f"jax.monitoring.register_{kind}_listener(print)\n" for kind in kinds)
-  (tmp_path / "nnx_parallel.py").write_text(f"import jax.monitoring\n{code}")
-  environment = {**os.environ, "JAX_PLATFORMS": "none_such", "PYTHONPATH": str(tmp_path)}
-  command = [sys.executable, "-c", f"{IMPORT_TWICE}\njax.devices()"]
-  result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-  assert list(json.loads(result.stdout.splitlines()[-1])) == [f"{kind} listeners" for kind in kinds]
-  assert result.returncode != 0
-  assert "none_such" in result.stderr

@@ -88,20 +88,6 @@ def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, mon
       assert (checkpointer.latest(), checkpointer.metadata().step) == (step, step)
 
 
-def test_a_fallback_keeps_to_the_run_that_goes_on(tmp_path):
-  trees = {step: {"w": arrays(step)["w"]} for step in (100, 120, 110, 130)}
-  with Checkpointer(tmp_path) as checkpointer:
-    for step, tree in trees.items():
-      if step == 110:
-        checkpointer.restore(target_of(tree), 100)
-      with pytest.warns(UserWarning, match="later steps") if step == 110 else contextlib.nullcontext():
-        checkpointer.save(step, tree)
-    (tmp_path / "130" / "nnx_parallel.json").write_text("{}")
-    with pytest.warns(UserWarning, match="step 130 was passed over"):
-      restored = checkpointer.restore(target_of(trees[100]), on_corrupt="fallback")
-    assert_same(restored, trees[110])  # 120 was left behind
-
-
 def test_latest_and_best_are_steps_to_restore(tmp_path):
   trees = {step: {"w": arrays(step)["w"]} for step in (1, 2, 3)}
   with Checkpointer(tmp_path, best="loss") as checkpointer:

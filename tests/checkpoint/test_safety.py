@@ -1,6 +1,5 @@
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -67,12 +66,6 @@ def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkey
   assert checkpointer.steps() == [3, 4]
   checkpointer.save(5, tree)
   assert names(tmp_path) == ["5"]
-
-
-def test_a_step_that_is_damaged_and_half_replaced_is_not_listed_twice(saved):
-  directory, _ = saved
-  shutil.copytree(directory / "2", directory / "2.nnx-replaced")
-  assert Checkpointer(directory).steps() == [1, 2]
 
 
 def test_readers_are_in_no_writer_s_way(saved):

@@ -155,21 +155,6 @@ def test_a_live_pair_says_what_becomes_of_its_optimizer(tmp_path):
     checkpointer.restore((model, optimizer, 1))
 
 
-def test_extras_are_those_of_the_step_that_was_restored(saved):
-  directory, trees = saved
-  checkpointer = Checkpointer(directory)
-  for step in (3, 4):
-    checkpointer.save(
-      step, trees[1], extra={"data": {"samples": np.int64(step * 10), "rate": np.float32(0.5)}}
-    )
-  checkpointer.restore(target_of(trees[1]), 3)
-  assert checkpointer.restore_extra("data") == {"samples": 30, "rate": 0.5}
-  assert checkpointer.restore_extra("data", step="latest")["samples"] == 40
-  with pytest.warns(UserWarning, match="later steps"):
-    checkpointer.save(5, trees[1], extra={"data": {"samples": 50}})
-  assert checkpointer.restore_extra("data") == {"samples": 50}
-
-
 def test_options_that_a_target_cannot_honour(tmp_path):
   plan = make_plan(optimizer=False)
   model = nxp.create_sharded_model(plan)

@@ -169,26 +169,3 @@ def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path
   assert "May fit on v5e: needs at least " in done.out
   assert page.read_text().startswith("<!doctype html>")
   assert "Planned memory per device" in page.read_text()
-
-
-def test_plan_refuses_a_batch_that_its_mesh_cannot_split(recipe, run):
-  done = run("plan", recipe, "--chip", "v5e", "--mesh", "fsdp=512")
-  assert done.code == 1
-  assert "batch has 256 examples, which 512 shards cannot split evenly: this layout cannot run." in done.err
-  assert "a global batch of 512, or fewer shards" in done.err
-  assert run("plan", recipe, "--chip", "v5e", "--mesh", "fsdp=512", "--batch", "512").code == 0
-
-
-def test_commands_name_the_layers(recipe, run):
-  """Two parts of one class with names of their own: nothing says that they are layers but the user."""
-  parts = "self.part_a, self.part_b = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))"
-  edit(recipe, ("self.up = nnx.Linear(64, 128, rngs=rngs)", parts))
-  edit(recipe, ("self.up(x)", "self.part_b(jnp.sin(self.part_a(x)))"))
-  assert "finds no layer in the loss" in run("plan", recipe, "--remat", "full", "--batch", "64").err
-  layers = ("--layers", "part_?")
-  assert run("plan", recipe, "--remat", "full", "--batch", "64", *layers).code == 0
-  found = run("search", recipe, "--topology", "cpu:8", "--remat", "full", *layers)
-  assert found.code == 0, found.err
-  assert 'remat="full", layers="part_?")' in found.out
-  assert run(*printed_command(found.out), "--json").code == 0
-  assert "matches no module" in run("compile", recipe, "--remat", "full", "--layers", "part").err

@@ -8,7 +8,7 @@ import pytest
 
 from nnx_parallel import cli
 from nnx_parallel.cli import options
-from nnx_parallel.errors import MeshError, ReportError
+from nnx_parallel.errors import MeshError
 from nnx_parallel.loop.loader import Recipe
 
 
@@ -84,24 +84,11 @@ def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devic
   assert done.stdout.strip() == expected, done.stderr
 
 
-def test_a_mesh_smaller_than_the_machine_names_options_of_the_command_line():
-  with pytest.raises(MeshError, match=r"takes 2 devices, and there are 8(?s:.*)--devices 2"):
-    options.real_mesh({"data": 2}, None)
-  assert options.real_mesh({"data": 2}, 2).size == 2
-
-
 def test_a_page_makes_its_folder_and_is_named(tmp_path, capsys):
   page = tmp_path / "new" / "page.html"
   options.write_page(page, "<!doctype html>")
   assert capsys.readouterr() == ("", f"page written to {page}\n")
   assert page.read_text() == "<!doctype html>"
-
-
-def test_a_page_that_cannot_be_written(tmp_path):
-  with pytest.raises(
-    ReportError, match=r"cannot write the page (.|\n)*Is a directory\n  Fix: --html page.html"
-  ):
-    options.write_page(tmp_path, "")
 
 
 @pytest.mark.cases(1)
@@ -110,14 +97,6 @@ def test_a_page_that_cannot_be_written(tmp_path):
 def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", *step]) == 0
   assert "Planned memory per device" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("alone", [("--json",), ("--explain", "embed.embedding")])
-def test_options_that_nothing_shows_are_refused(alone, capsys):
-  mesh = ["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2"]
-  assert cli.main([*mesh, *alone, "--remat", "none"]) == 1
-  assert "which --json and --explain do not show.\n  Fix: leave them out" in capsys.readouterr().err
-  assert cli.main([*mesh, *alone, "--remat", "none", "--chip", "v5e"]) == 0
 
 
 def test_a_misspelt_name_of_a_rule_is_refused_and_a_new_one_is_added(capsys):

@@ -88,66 +88,12 @@ def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, c
   assert Path("ckpt/20").is_dir()
 
 
-def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):
-  assert cli.main(["train", tiny, "--steps", "8", "--out", "straight"]) == 0
-  common = ["train", tiny, "--checkpoint", "ckpt", "--out", "parts", "--resume"]
-  assert cli.main([*common, "--steps", "3"]) == 0
-  capsys.readouterr()
-  assert cli.main([*common, "--steps", "8"]) == 0
-  assert "from step 3" in capsys.readouterr().out.splitlines()[0]
-  assert losses("parts") == losses("straight")
-
-
-def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
-  common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--quiet"]
-  assert cli.main([*common, "--steps", "1"]) == 0
-  assert cli.main(["inspect", "ckpt"]) == 0
-  out = capsys.readouterr().out
-  kept = json.loads(
-    next(line for line in out.splitlines() if line.startswith("  settings ")).split(maxsplit=1)[1]
-  )
-  assert len(kept.pop("source_sha256")) == 64
-  assert kept == {
-    "mesh": {"data": 4, "tensor": 2},
-    "microbatches": 1,
-    "batch": 16,
-    "steps": 1,
-    "zero": 0,
-    "offload": False,
-    "remat": "as written",
-    "rules": "",
-    "text": None,
-    "seed": None,
-    "eval_every": None,
-    "early_stop": None,
-  }
-  assert cli.main([*common, "--steps", "2", "--microbatches", "2", "--mesh", "data=8"]) == 0
-  assert capsys.readouterr().err == (
-    "a different layout than at step 1:\n"
-    "mesh {'data': 4, 'tensor': 2} -> {'data': 8, 'tensor': 1}\n"
-    "per device 164 B -> 292 B\n"
-    "settings changed since step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"
-    " steps 1 -> 2\n"
-  )
-
-
 def test_a_run_that_is_done_says_how_to_go_on(tiny, capsys):
   common = ["train", tiny, "--steps", "3", "--checkpoint", "ckpt", "--quiet"]
   assert cli.main(common) == 0
   capsys.readouterr()
   assert cli.main([*common, "--resume"]) == 0
   assert capsys.readouterr().out == "step 3 is reached; continue with --steps 6\n"
-
-
-def test_the_checkpoints_of_another_run_are_not_mixed_up(tiny, capsys):
-  common = ["train", tiny, "--steps", "2", "--checkpoint", "ckpt", "--quiet"]
-  assert cli.main(common) == 0
-  assert cli.main(common) == 1
-  assert capsys.readouterr().err == (
-    "CheckpointError: ckpt holds the checkpoints of an earlier run.\n"
-    "  steps 2\n"
-    "  Fix: --resume to continue from the newest, or another --checkpoint DIR.\n"
-  )
 
 
 def test_evaluations_retention_and_the_best_step(tiny, capsys):
@@ -164,19 +110,6 @@ def test_evaluations_retention_and_the_best_step(tiny, capsys):
   kept = sorted(int(p.name) for p in Path("ckpt").iterdir() if p.name.isdigit())
   assert kept[-1] == 8
   assert len(kept) <= 2
-
-
-STUCK = TINY.replace("optax.sgd(0.1)", "optax.sgd(0.0)")
-
-
-def test_early_stop_ends_a_run_that_no_longer_improves(tiny, capsys):
-  Path("stuck.py").write_text(STUCK)
-  common = ["train", "stuck.py", "--steps", "20", "--checkpoint", "ckpt", "--eval-every", "2", "--quiet"]
-  assert cli.main([*common, "--early-stop", "2"]) == 0
-  assert "ended at step 6: no lower eval_loss in 2 evaluations" in capsys.readouterr().out
-  # The first evaluation was the best; what was evaluated since is part of the checkpoint.
-  assert cli.main([*common, "--early-stop", "3", "--resume", "6"]) == 0
-  assert "ended at step 8: no lower eval_loss in 3 evaluations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -217,28 +150,11 @@ def test_the_batch_and_the_seed_reach_the_recipe(tiny, capsys):
   assert "batch 16 -> 32" in capsys.readouterr().err
 
 
-def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
-  sizes = ["--mesh", "data=3", "--devices", "3"]
-  assert cli.main(["train", tiny, *sizes, "--steps", "1"]) == 1
-  assert "has 16 examples, which 3 shards cannot split evenly" in capsys.readouterr().err
-
-
 def environment():
   import os
 
   root = str(Path(cli.__file__).parents[2])
   return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}
-
-
-@pytest.mark.filterwarnings("ignore:the run continues from step 2")
-def test_a_damaged_step_is_passed_over_and_made_again(tiny, capsys):
-  common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--save-every", "2", "--quiet"]
-  assert cli.main([*common, "--steps", "4"]) == 0
-  next(Path("ckpt/4/model/d").iterdir()).write_bytes(b"")
-  capsys.readouterr()
-  assert cli.main([*common, "--steps", "6"]) == 0
-  assert capsys.readouterr().err.startswith("warning: step 4 was passed over: step 4 is damaged: model/d/")
-  assert cli.main(["verify", "ckpt"]) == 0
 
 
 @pytest.mark.slow
@@ -283,25 +199,6 @@ def layered(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   Path("layered.py").write_text(LAYERED)
   return "layered.py"
-
-
-@pytest.mark.slow
-def test_train_takes_the_way_that_search_prints(layered, capsys):
-  """The same losses on every way, and a resume on another says which settings differ."""
-  assert LAYERED != TINY
-  common = ["train", layered, "--steps", "3", "--quiet"]
-  assert cli.main([*common, "--out", "plain", "--checkpoint", "ckpt"]) == 0
-  way = ["--remat", "none", "--rules", "width=tensor,columns=tensor", "--microbatches", "2", "--zero", "2"]
-  assert cli.main([*common, "--out", "way", *way]) == 0
-  expected = [loss for _, loss in losses("plain")]
-  assert [loss for _, loss in losses("way")] == pytest.approx(expected, rel=1e-5)
-  capsys.readouterr()
-  resume = ["train", layered, "--steps", "4", "--quiet", "--checkpoint", "ckpt", "--resume", "--out", "plain"]
-  assert cli.main([*resume, *way]) == 0
-  said = capsys.readouterr().err
-  assert 'remat "as written" -> "none"' in said
-  assert 'rules "" -> "width=tensor,columns=tensor"' in said
-  assert "zero 0 -> 2" in said
 
 
 def test_the_rules_of_a_run_reach_its_loss(layered):

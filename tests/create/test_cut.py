@@ -219,21 +219,6 @@ def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
   assert f"\nnote: created as one program, which takes longer to compile: {reason}" in str(plan)
 
 
-class Precise(nnx.Module):
-  """A table computed in float64, as rotary frequencies are."""
-
-  def __init__(self):
-    with jax.enable_x64(True):
-      self.table = nnx.Variable(jnp.sin(jnp.arange(1024) / 7).astype(jnp.float32))
-
-
-def test_a_constructor_that_computes_in_float64_runs_whole_and_says_so():
-  model = created(Precise)
-  np.testing.assert_allclose(model.table[...], np.sin(np.arange(1024) / 7), rtol=1e-6)
-  (note,) = nxp.plan(Precise, MESH(), RULES).notes
-  assert "as one program, which takes longer to compile: it computes in int64 under its own" in note
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_one_call_runs_the_constructor_once(explicit):
   calls = []
@@ -247,14 +232,3 @@ def test_one_call_runs_the_constructor_once(explicit):
   assert len(calls) == 1
   with nnx.use_eager_sharding(False):
     assert_same_arrays(arrays_of(model), arrays_of(Stack(2, 16, nnx.Rngs(5, params=0))))
-
-
-def test_constants_are_copied():
-  table = np.ones((64, 32), np.float32)
-
-  def init():
-    return nnx.Dict(table=nnx.Param(jnp.asarray(table)))
-
-  model = created(init)
-  table[:] = 7
-  assert float(model.table[...].max()) == 1

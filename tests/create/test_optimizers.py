@@ -96,23 +96,3 @@ def test_the_first_updates_are_the_eager_ones(name):
   left, right = arrays_of(sharded[0]), arrays_of(alone[0])
   for path, value in left.items():
     np.testing.assert_allclose(value, right[path], rtol=2e-4, atol=2e-4, err_msg=path)
-
-
-def test_state_has_the_optimizer_sharding_of_its_parameter():
-  def init():
-    names = {"out_sharding": (None, "mlp"), "optimizer_sharding": ("embed", "mlp")}
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=names)
-
-  rules = [nxp.LogicalRules(embed="fsdp", mlp="tensor", batch="fsdp"), nxp.replicate()]
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), rules, optimizer=optax.adam(1e-3))
-  assert plan["kernel"].spec == jax.P(None, "tensor")
-  for moment in ("mu", "nu"):
-    leaf = plan[f"optimizer/opt_state.0.{moment}.kernel"]
-    assert (leaf.spec, leaf.decision.reason) == (
-      jax.P("fsdp", "tensor"),
-      "its optimizer_sharding: (embed, mlp)",
-    )
-  assert plan["optimizer/opt_state.0.mu.bias"].decision.reason == "as its parameter"
-  model, optimizer = nxp.create_sharded_model(plan)
-  nxp.train_step(lambda m, x: (m(x) ** 2).mean())(model, optimizer, nxp.shard_batch(jnp.ones((4, 8)), plan))
-  nxp.check_layout(model, plan, optimizer=optimizer)

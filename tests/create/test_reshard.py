@@ -153,31 +153,3 @@ def test_check_layout_names_each_difference():
     nxp.check_layout(model, plan, optimizer=optimizer)
   assert [line.strip() for line in str(caught.value).splitlines()[1:-2]] == expected
   assert "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)" in str(caught.value)
-
-
-def test_padded_models_move_to_any_other_padding():
-  init = lambda: nnx.Embed(30, 8, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("vocab", None)})
-  rules = nxp.LogicalRules(vocab="tensor")
-  expected = np.asarray(nxp.unsharded(init).embedding[...])
-  two = nxp.make_mesh(tensor=2, devices=jax.devices()[:2])  # 30 divides by 2: not padded
-  plans = [
-    nxp.plan(init, mesh, rules, uneven="pad")
-    for mesh in (two, nxp.make_mesh(data=2, tensor=4), nxp.make_mesh(tensor=8), two)
-  ]
-  model = nxp.create_sharded_model(plans[0])
-  for plan in plans[1:]:
-    model = nxp.reshard(model, plan, donate=True)
-    assert model.embedding.get_raw_value().shape == plan["embedding"].storage_shape
-    np.testing.assert_array_equal(np.asarray(model.embedding[...]), expected)
-
-
-def test_a_failure_after_arrays_were_freed_says_so(monkeypatch):
-  model = nnx.List([nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(i)) for i in range(3)])
-  plan = nxp.plan(lambda: nnx.clone(model), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
-  model[2].kernel.get_raw_value().delete()
-  with pytest.raises(RuntimeError, match="deleted") as caught:
-    nxp.reshard(model, plan, donate=True, byte_budget=1)
-  assert caught.value.__notes__ == [
-    "reshard(donate=True) had freed 2 arrays of the old module, which cannot be used any more.\n"
-    "  Fix: restore the last checkpoint into the plan."
-  ]

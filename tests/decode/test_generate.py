@@ -261,14 +261,6 @@ def test_of_equal_logits_as_many_are_drawn_from_as_asked():
   assert len({*nxp.Sampling(1.0, top_p=0.2).choose(logits, keys).tolist()}) == 5
 
 
-def test_equal_prompts_of_several_shards_draw_different_tokens():
-  axes = LAYOUTS["dp"]
-  model = placed(nxp.plan(Model, nxp.make_mesh(axes), rules_for(axes)))
-  generate = nxp.generator(NEW, sampling=nxp.Sampling(temperature=3.0))
-  found = rows(generate(model, np.ones((BATCH, 1), np.int32), key=jax.random.key(0)))
-  assert len(set(map(tuple, found))) == BATCH
-
-
 class Counting(nnx.Module):
   """Its cache counts the tokens that it has read; its logits repeat the last token."""
 

@@ -63,12 +63,6 @@ def test_blocks_share_a_namespace_and_see_eight_devices_in_an_empty_directory(tm
   assert list(tmp_path.iterdir()) == [page]
 
 
-def test_an_open_block_is_an_error(tmp_path):
-  result = runner.run(write(tmp_path, "```python\nx = 1\n"))
-  assert result.returncode == 1
-  assert "the ```python block before line 2 is never closed" in result.stdout
-
-
 PRINTS = """```python
 print("loss 0.5, 12,345 bytes, 1.5 s")
 for row in range(4):
@@ -131,13 +125,6 @@ def test_a_block_for_the_newest_jax_is_compared_under_it_only(tmp_path, fence):
   page = write(tmp_path, f"```python\nprint('old words')\n```\n```{fence}\nnew words\n```\n")
   passes = fence == "text newest" and not runner.has_pinned_jax()
   assert runner.run(page).returncode == (0 if passes else 1)
-
-
-def test_a_diff_is_that_of_the_two_blocks_before_it(tmp_path):
-  page = "```python\na = 1\nb = 1\n```\n```python\na = 2\nb = 1\n```\n```diff\n-a = 1\n+a = {}\n b = 1\n```\n"
-  assert runner.run(write(tmp_path, page.format(2))).returncode == 0
-  wrong = runner.run(write(tmp_path, page.format(3)))
-  assert "toy.md:10: this is not the difference of the two blocks before it" in wrong.stdout
 
 
 @pytest.mark.parametrize("before", ["", "```python\nprint(1)\n```\n```text\n1\n```\n"])

@@ -121,17 +121,6 @@ def test_a_launcher_without_stdin():
   assert (done.returncode, done.stdout) == (0, "[0] hi\n"), done.stderr
 
 
-def test_children_of_a_process_that_ended_well_are_ended(tmp_path):
-  file = tmp_path / "pid"
-  body = f"""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    open({str(file)!r}, "w").write(str(child.pid))
-  """
-  code, _ = launched(body, processes=1)
-  assert code == 0
-  assert wait_until(lambda: not alive(int(file.read_text())))
-
-
 def test_restarts_have_a_budget_and_a_pause_that_doubles():
   started = time.monotonic()
   code, lines = launched("sys.exit(5)", processes=1, restarts=3, pause=0.1)
@@ -144,16 +133,6 @@ def test_restarts_have_a_budget_and_a_pause_that_doubles():
     "-- no restart is left of 3",
   ]
   assert time.monotonic() - started > 0.7
-
-
-def test_attempts_after_a_step_have_their_own_command():
-  beat = "open(os.environ['NNX_PARALLEL_HEARTBEAT'], 'w').write('1')"
-  for first, last in ((beat, "[0] again"), ("", "[0] first")):
-    lines: list[str] = []
-    body = f"{first}\nprint('first', flush=True)\ntime.sleep(0.3)\nsys.exit(1)"
-    job = Job(python(body), python("print('again')"), restarts=1, pause=0)
-    assert launch(job, lines.append) == (first == "")
-    assert [line for line in lines if not line.startswith("--")][-1] == last
 
 
 def test_the_process_that_is_behind_is_named_when_no_step_is_made(tmp_path):

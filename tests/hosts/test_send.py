@@ -60,18 +60,6 @@ def test_a_trainer_sends_its_weights_to_a_sampler(explicit):
   np.testing.assert_array_equal(jax.random.key_data(sampler.drop.rngs.key.get_value()), random)
 
 
-def test_predictions_of_a_teacher_train_a_student_on_other_devices():
-  wide, narrow = nxp.make_mesh(fsdp=4, devices=FIRST), nxp.make_mesh(data=4, devices=LAST)
-  teacher = nxp.create_sharded_model(lambda: Net(64, 0), wide, nxp.fsdp(min_size=16))
-  plan = nxp.plan(lambda: Net(8, 1), narrow, optimizer=optax.adam(0.01))
-  student, optimizer = nxp.create_sharded_model(plan)
-  targets = nxp.parallel.send(nnx.jit(lambda model: model(jnp.asarray(X)))(teacher), plan)
-  assert targets.sharding == jax.NamedSharding(narrow, jax.P("data", None))
-  step = nxp.train_step(lambda model, x, y: ((model(x) - y) ** 2).mean())
-  losses = [float(step(student, optimizer, X, targets)["loss"]) for _ in range(20)]
-  assert losses[-1] < losses[0] / 2
-
-
 def test_errors():
   mesh = nxp.make_mesh(data=8)
   small, large = (nxp.create_sharded_model(lambda w=w: Net(w, 0), mesh) for w in (8, 16))

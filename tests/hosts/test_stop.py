@@ -1,10 +1,7 @@
 """SIGTERM and Ctrl-C end a loop between two steps, once; the process then ends as it would have."""
 
-import multiprocessing
 import os
 import signal
-import time
-import warnings
 
 import pytest
 
@@ -71,31 +68,3 @@ def test_the_second_interrupt_ends_at_once(capfd):
   assert done == [1]
   assert "interrupted: stopping after this step; again to end at once" in capfd.readouterr().err
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_forked_worker_can_be_ended(former):
-  signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  context = multiprocessing.get_context("fork")
-  started = context.Event()
-  with nxp.hosts.StopSignals():
-    worker = context.Process(target=lambda: (started.set(), time.sleep(30)))
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore", DeprecationWarning)  # of forking where jax runs
-      warnings.simplefilter("ignore", RuntimeWarning)
-      worker.start()
-    started.wait(30)
-    worker.terminate()
-    worker.join(10)
-  assert worker.exitcode == -signal.SIGTERM
-
-
-def test_handlers_set_within_the_block_stay_and_none_swallows_a_signal(former):
-  came = []
-  with nxp.hosts.StopSignals():
-    kept = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *arguments: (came.append("mine"), kept(*arguments)))
-  send(signal.SIGTERM)
-  assert (came, former) == (["mine"], [signal.SIGTERM])
-  signal.signal(signal.SIGTERM, kept)
-  send(signal.SIGTERM)
-  assert len(former) == 2

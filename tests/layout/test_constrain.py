@@ -10,8 +10,7 @@ from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, constrain, use_rules
-from nnx_parallel.core.mesh import no_mesh, own_mesh, use_mesh
-from nnx_parallel.errors import MeshError, ShardingError
+from nnx_parallel.errors import ShardingError
 from nnx_parallel.testing import assert_same_training
 
 RULES = LogicalRules(batch="data", embed="tensor", seq=None)
@@ -226,21 +225,6 @@ def test_a_scope_makes_its_mesh_the_active_one(mesh):
       assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_what_sets_a_mesh_does_so_where_it_is_entered(mesh):
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, LogicalRules(batch="data"))
-  contexts = [plan.scope(), use_rules(RULES, mesh), use_mesh(mesh)]
-  assert jax.sharding.get_abstract_mesh().empty
-  for context in contexts:
-    with context:
-      assert jax.sharding.get_mesh() == mesh
-  with use_mesh(nxp.make_mesh(data=8)):
-    contexts = [no_mesh(), own_mesh(mesh)]
-    assert dict(jax.sharding.get_mesh().shape) == {"data": 8}
-    for context, found in zip(contexts, ({}, dict(mesh.shape)), strict=True):
-      with context:
-        assert dict(jax.sharding.get_mesh().shape) == found
-
-
 def on_shards(mesh):
   body = jax.shard_map(
     lambda x: constrain(x, "bacth", None), mesh=mesh, in_specs=P("data"), out_specs=P("data")
@@ -276,29 +260,6 @@ REFUSED = {
 def test_a_mistake_is_an_error(call, message):
   with pytest.raises(ShardingError, match=message):
     call(nxp.make_mesh(data=2, tensor=4))
-
-
-def test_two_meshes_are_refused():
-  rules, mesh, active = LogicalRules(batch="data"), nxp.make_mesh(data=8), nxp.make_mesh(data=2, tensor=4)
-  message = (
-    r"two meshes[\s\S]*in scope \{'data': 8\}, active \{'data': 2, 'tensor': 4\}[\s\S]*set_mesh\(None\)"
-  )
-
-  def run(x):
-    with use_rules(rules, mesh):
-      return constrain(x, "batch", None)
-
-  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
-    jax.jit(run)(X)
-  with use_rules(rules, mesh), jax.set_mesh(active), pytest.raises(MeshError, match=message):
-    jax.jit(lambda x: constrain(x, "batch", None))(X)
-  own, message = (
-    nxp.make_mesh(fsdp=8),
-    message.replace("in scope", "of the array").replace("data': 8", "fsdp': 8"),
-  )
-  x = jax.device_put(X, jax.NamedSharding(own, P()))
-  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
-    constrain(x, "fsdp", None)
 
 
 def test_a_padded_name_is_left_to_the_compiler_where_it_does_not_divide():

@@ -12,7 +12,6 @@ import nnx_parallel as nxp
 from layout.models import LM
 from nnx_parallel.layout.show.diff import assert_golden_plan
 from nnx_parallel.report.compile_report import state_categories
-from nnx_parallel.rules.inputs import InputRules
 
 RULES = [
   nxp.LogicalRules(
@@ -48,19 +47,6 @@ def test_json_holds_the_whole_plan():
   }
 
 
-@pytest.mark.parametrize(
-  "inputs", [InputRules.all_axes(), InputRules(map_1d=("data",), map_2d=("data", None))]
-)
-def test_json_keeps_rules_for_inputs_and_open_ranks(inputs):
-  rules = [
-    inputs,
-    nxp.LogicalRules(mlp=None, embed=None),
-    nxp.PathRules([(".*", ("vocab", ...))], strict=False),
-  ]
-  plan = lm_plan(nxp.abstract_mesh(data=2, vocab=1), rules=[*rules, nxp.fsdp("data")])
-  assert nxp.Plan.from_json(plan.to_json()).rules == plan.rules
-
-
 def test_a_stored_plan_creates_what_was_planned_whatever_the_rules_say_now():
   stored, mesh = lm_plan().to_json(), nxp.make_mesh(data=2, fsdp=2, tensor=2)
   plan = nxp.Plan.from_json(stored, mesh=mesh, init=init)
@@ -69,18 +55,6 @@ def test_a_stored_plan_creates_what_was_planned_whatever_the_rules_say_now():
   assert kernel.sharding == lm_plan()["blocks.0.up.kernel"].sharding
   with nnx.use_eager_sharding(False):
     assert (jax.device_get(kernel) == init().blocks[0].up.kernel[...]).all()
-
-
-def test_a_stored_plan_without_its_constructor_says_what_is_missing():
-  plan = nxp.Plan.from_json(lm_plan().to_json(), mesh=nxp.make_mesh(data=2, fsdp=2, tensor=2))
-  missing = r"read from JSON without its constructor.*\n.*from_json\(text, mesh=mesh, init=init"
-  with pytest.raises(nxp.errors.PlanError, match=missing):
-    nxp.create_sharded_model(plan)
-  with pytest.raises(nxp.errors.PlanError, match=missing):
-    nxp.Plan.from_json(lm_plan().to_json(), optimizer=optax.sgd(0.1))
-  with pytest.raises(nxp.errors.PlanError, match=missing):
-    plan.trainable()
-  assert plan.init is None
 
 
 def without(name):

@@ -38,14 +38,6 @@ def test_the_fallback_splits_the_rows(mesh, rules, expected, shape):
   assert other_notes(plan) == ()
 
 
-@pytest.mark.parametrize("table", ["llama", "gpt", "layers"])
-def test_tables_of_names_agree(table):
-  rules = [getattr(presets, table)(), presets.fsdp_tensor(min_size=0)]
-  plan = planned(rules, lambda: nnx.Dict(embed=embed()()), {"fsdp": 4, "tensor": 2})
-  assert plan["embed.embedding"].spec == P(("tensor", "fsdp"), None)
-  assert plan["embed.embedding"].decision.reason.endswith("(vocab, embed) + fsdp on its rows")
-
-
 def test_what_the_plan_says():
   rules = [presets.layers(), presets.fsdp_tensor(min_size=0)]
   assert planned(rules, mesh={"fsdp": 4, "tensor": 2}).explain("embedding") == (

@@ -57,9 +57,3 @@ def test_a_picture_names_the_array_its_sides_and_every_device():
     "4:6           4    5",
     "6:8           6    7",
   ]
-
-
-def test_the_elements_are_those_without_padding():
-  picture = plan_of((9, 2), ("x", None), nxp.make_mesh(x=8), uneven="pad").picture("w")
-  assert "8:9" in picture
-  assert "9:9" in picture

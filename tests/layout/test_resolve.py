@@ -169,17 +169,3 @@ def test_extending_a_spec(spec, shape, options, expected, why):
   fallback = nxp.fsdp(**{"min_size": 1, **options})
   found, said = extend_spec(spec, shape, MESH, fallback)
   assert (found.spec, found.padding, said) == (expected, (0,) * len(shape), why)
-
-
-@pytest.mark.parametrize(
-  ("shape", "options", "expected", "padding", "why"),
-  [
-    ((30, 7), {}, P("fsdp", None), (2, 0), "'fsdp' on dim 0 (30), padded to 32"),
-    ((30, 8), {}, P(None, "fsdp"), (0, 0), f"'fsdp' on dim 1 (8), {FREE}"),
-    ((30, 8), {"rows": 0}, P("fsdp", None), (2, 0), f"'fsdp' on dim 0 (30), padded to 32, {ROWS}"),
-    ((1, 1), {}, P(None, None), (0, 0), "no dim of (1, 1) divides by 4 ('fsdp')"),
-  ],
-)
-def test_extending_a_spec_with_padding(shape, options, expected, padding, why):
-  found, said = extend_spec(P(None, None), shape, MESH, nxp.fsdp(min_size=0), pad=True, **options)
-  assert (found.spec, found.padding, said) == (expected, padding, why)

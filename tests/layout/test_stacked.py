@@ -1,7 +1,6 @@
 """Layers stacked by nnx.vmap: names follow the new dim or are refused, and created models still scan."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -73,16 +72,6 @@ def test_the_stacked_dim_is_carried_by_name():
   assert plan["up.kernel"].spec == Spec("fsdp", None, "tensor")
 
 
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_stack_without_a_name_is_carried_as_whole():
-  rules = nxp.LogicalRules(embed="fsdp", mlp="tensor")
-  model = nxp.create_sharded_model(stacked(None), nxp.make_mesh(fsdp=2, tensor=4), rules)
-  assert model.up.kernel.out_sharding == (None, "embed", "mlp")
-  x = jnp.ones((2, 8))
-  expected = scan(unsharded(stacked(None)), x, None)
-  np.testing.assert_allclose(nnx.jit(lambda m, x: scan(m, x, None))(model, x), expected, atol=1e-6)
-
-
 SHIFTED = "nxp.PathRules([('down.kernel', {}), ('up.kernel', {})], strict=False)".format(
   (None, "mlp", "embed"), (None, "embed", "mlp")
 )
@@ -138,16 +127,3 @@ def test_a_stack_that_does_not_divide_is_an_error_with_the_rule_that_shifts():
     "If the layer is stacked, its names belong to the last dims: nxp.PathRules([('up.kernel', (None, 'embed',"
     " 'mlp'))], strict=False)"
   )
-
-
-@pytest.mark.parametrize("graph", [True, False])
-def test_the_metadata_of_flax_for_trees_names_the_stacked_dim(graph):
-  """`nnx.transform_metadata`, which replaces the argument of `nnx.vmap`."""
-
-  def init():
-    make = nnx.transform_metadata(lambda key: Block(8, nnx.Rngs(key)), partition="layers", graph=graph)
-    return nnx.vmap(make, graph=graph)(jax.random.split(jax.random.key(0), DEPTH))
-
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), RULES["layers split"])
-  assert plan["up.kernel"].names == ("layers", "embed", "mlp")
-  assert nxp.create_sharded_model(plan).up.kernel.out_sharding == ("layers", "embed", "mlp")

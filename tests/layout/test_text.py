@@ -1,6 +1,5 @@
 """Printed plans: what a person reads, and that it fits the page."""
 
-import re
 import sys
 import types
 
@@ -115,21 +114,6 @@ def test_explain_says_what_was_tried_and_what_follows():
   )
 
 
-def test_explain_names_the_rule_and_the_candidates_that_lost():
-
-  def init():
-    return nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0))
-
-  mesh = nxp.make_mesh(fsdp=2, tensor=4)
-  rules = [
-    nxp.LogicalRules(heads=nxp.LogicalRules.first("tensor", None)),
-    nxp.PathRules([("kernel", (None, "heads"))]),
-  ]
-  text = nxp.plan(init, mesh, rules).explain("kernel")
-  assert "no annotation; path rule 'kernel': (None, 'heads')" in text
-  assert "'heads' -> None; not 'tensor': 4 does not divide 6" in text
-
-
 def test_an_unknown_path_is_told_the_nearest():
   with pytest.raises(nxp.errors.PlanError, match=r"no leaf 'embed.embeding'.*\n.*nearest: embed.embedding"):
     lm_plan().explain("embed.embeding")
@@ -152,20 +136,6 @@ def test_a_narrow_terminal_shows_the_reason_under_its_row(capsys, monkeypatch):
   assert shown.rstrip("\n") == str(lm_plan())
   assert NARROW in shown
   assert max(map(len, shown.splitlines())) <= 80
-
-
-def test_colour_is_for_terminals_alone(capsys, monkeypatch):
-  plan = lm_plan()
-  plan.show()
-  assert "\x1b[" not in capsys.readouterr().out
-  monkeypatch.setenv("TERM", "xterm-256color")
-  monkeypatch.setenv("COLUMNS", "100")
-  monkeypatch.delenv("NO_COLOR", raising=False)
-  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-  plan.show()
-  shown = capsys.readouterr().out
-  assert "\x1b[1mmodel " in shown
-  assert re.sub(r"\x1b\[[\d;]*m", "", shown).rstrip("\n") == str(plan)
 
 
 def test_show_hands_itself_to_a_notebook(monkeypatch):

@@ -15,7 +15,6 @@ from flax import nnx
 from jax import NamedSharding, P
 
 import nnx_parallel as nxp
-from nnx_parallel.checkpoint import storage
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.run import Position
 from training import placed
@@ -210,15 +209,6 @@ def test_a_step_whose_parameters_are_nan_is_not_saved(tmp_path, save_every):
     assert checkpointer.steps() == [4]
 
 
-def test_a_run_ends_with_the_error_of_its_last_background_save(tmp_path, monkeypatch):
-  def full(_):
-    raise OSError(28, "No space left on device")
-
-  monkeypatch.setattr(storage, "make_tree_durable", full)
-  with pytest.raises(nxp.errors.CheckpointError, match=r"cannot save step 1 in .*: the disk is full"):
-    fit(steps=1, checkpointer=nxp.Checkpointer(tmp_path, asynchronous=True))
-
-
 def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
   with pytest.raises(nxp.errors.TrainError, match="save_every, only, extra and resume need a checkpointer"):
     fit(steps=2, resume="latest")
@@ -226,15 +216,6 @@ def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
     fit(steps=1, checkpointer=checkpointer)
     with pytest.raises(nxp.errors.CheckpointError, match="holds the checkpoints of an earlier run"):
       fit(steps=2, checkpointer=checkpointer)
-
-
-def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_path):
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(2, *objects(), extra={"data": {"samples": "shuffled.npy"}})
-    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* has no data cursor"):
-      result = fit(steps=3, checkpointer=checkpointer, resume="latest")
-    assert (result.step, checkpointer.steps()) == (3, [2, 3])
-    assert checkpointer.restore_extra("data", step=3)["samples"] == 16
 
 
 def test_utilisation_needs_a_peak():

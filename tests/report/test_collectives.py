@@ -122,40 +122,6 @@ def test_what_the_hosts_carry_between_tpu_slices_is_counted():
   }
 
 
-def on_sparsecore(*, inside: str = "", after_start: str = "") -> str:
-  """A gather that a TPU's SparseCore runs, with instructions at two places of its schedule."""
-  return f"""HloModule jit_f, is_scheduled=true
-
-%called (q: f32[4]) -> f32[8] {{
-  %q = f32[4]{{0}} parameter(0)
-  ROOT %all = f32[8]{{0}} all-gather(%q), replica_groups={{{{0,1}}}}, dimensions={{0}}
-}}
-
-ENTRY %main (p: f32[4], x: f32[8,8]) -> f32[8] {{
-  %p = f32[4]{{0}} parameter(0)
-  %x = f32[8,8]{{1,0}} parameter(1)
-  %s = ((), (), (s32[1]{{0:S(2)}})) call-start(), async_execution_thread="sparsecore", to_apply=%called
-  {after_start}
-  %u = ((f32[4]{{0}}), f32[8]{{0}}) call-update(%s, %p)
-  {inside}
-  ROOT %d = f32[8]{{0}} call-done(%u)
-}}
-"""
-
-
-def test_a_collective_on_a_sparsecore_overlaps_with_what_is_computed_after_it_gets_its_operand():
-  product = "%y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-  scalar = '%n = s32[1]{0} custom-call(%x), custom_call_target="first"'
-  for inside, after_start, overlapped in (
-    (product, "", True),
-    ("", product, False),
-    (scalar, "", False),
-    ("", "", False),
-  ):
-    (found,) = collectives(on_sparsecore(inside=inside, after_start=after_start), {"fsdp": 2})
-    assert (found.kind, found.bytes, found.overlapped) == ("all-gather", 32, overlapped)
-
-
 def test_text_without_a_program_is_an_error():
   with pytest.raises(ValueError, match="no HLO entry computation"):
     parse("HloModule nothing")

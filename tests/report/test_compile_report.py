@@ -179,18 +179,6 @@ def test_involuntary_resharding_is_mapped_to_its_line():
   assert "Involuntary full rematerialization" in str(found)
 
 
-def test_functions_and_compiled_programs_without_a_plan():
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("x")))
-  for step in (jax.jit(jnp.sum), jax.jit(jnp.sum).lower(x).compile()):
-    found = compile_report(step, None, x) if not hasattr(step, "memory_analysis") else compile_report(step)
-    assert found.bytes_by("kind", "axes") == {("all-reduce", "x"): 4}
-  with pytest.raises(
-    ReportError, match=r"arguments are on no mesh(.|\n)*Fix: lower it with arguments on one"
-  ):
-    compile_report(jax.jit(jnp.sum), None, jax.ShapeDtypeStruct((8,), jnp.float32))
-
-
 def test_a_users_own_jitted_step():
   @nnx.jit
   def step(model, batch):

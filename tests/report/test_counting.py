@@ -106,44 +106,7 @@ def test_a_compiled_loop_of_unknown_length_is_listed(count):
     assert (cost(text).flops, cost(text).uncounted) == (2 * 8**3, {ENDLESS: 1})
 
 
-CALL = """HloModule jit_f, is_scheduled=true
-
-ENTRY %main (p: bf16[8,64]) -> bf16[8,64] {{
-  %p = bf16[8,64]{{1,0}} parameter(0)
-  %m = bf16[8,64]{{1,0}} custom-call(%p), custom_call_target="MoveToHost"
-  ROOT %k = bf16[8,64]{{1,0}} custom-call(%m), custom_call_target="tpu_custom_call"{config}
-}}
-"""
-
-
-def test_custom_calls_are_counted_by_their_estimate_or_listed():
-  assert cost(CALL.format(config="")).uncounted == {"tpu_custom_call": 1}
-  config = ', backend_config={"custom_call_config": {"body": "T=", "cost_estimate": {"flops": 512, "x": 1}}}'
-  found = cost(CALL.format(config=config))
-  assert (found.arithmetic, found.uncounted) == ({"bfloat16": 512}, {})
-
-
 # Traffic of asynchronous operations -----------------------------------------------------------
-
-GATHERS = {
-  "sync": "ROOT %g = f32[8,128]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
-  "async": """%s = (f32[1,128]{1,0}, f32[8,128]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8]
-  ROOT %d = f32[8,128]{1,0} all-gather-done(%s)""",
-}
-COPIES = {
-  "sync": "ROOT %c = f32[1,128]{1,0} copy(%p)",
-  "async": """%s = (f32[1,128]{1,0}, f32[1,128]{1,0}, u32[]) copy-start(%p)
-  ROOT %d = f32[1,128]{1,0} copy-done(%s)""",
-}
-
-
-@pytest.mark.parametrize("lines", [GATHERS, COPIES], ids=["all-gather", "copy"])
-def test_an_asynchronous_operation_moves_its_bytes_once(lines):
-  def traffic(body):
-    entry = f"ENTRY %main (p: f32[1,128]) -> f32[] {{\n  %p = f32[1,128]{{1,0}} parameter(0)\n  {body}\n}}\n"
-    return cost(f"HloModule jit_f, is_scheduled=true\n\n{entry}").hbm_bytes
-
-  assert traffic(lines["async"]) == traffic(lines["sync"])
 
 
 # Any program ------------------------------------------------------------------------------------

@@ -159,30 +159,6 @@ def test_an_elementwise_result_is_what_it_is_computed_from():
   assert found == ["bfloat16[8,16]"]
 
 
-def test_logits_count_once_and_their_mask_not_at_all():
-  words, width = 4096, 64
-
-  def loss(model, x):
-    logits = model(x)
-    chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == 7
-    return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(chosen, logits, 0.0), -1))
-
-  def head():
-    model = nnx.Linear(width, words, use_bias=False, rngs=nnx.Rngs(0))
-    model.kernel.set_metadata(out_sharding=(None, "words"))
-    return model
-
-  rules, batch = (
-    nxp.LogicalRules(batch="data", words="tensor"),
-    jax.ShapeDtypeStruct((4096, width), jnp.float32),
-  )
-  layout = nxp.plan(head, nxp.abstract_mesh(data=2, tensor=4), rules, optimizer=optax.sgd(0.1))
-  planned = memory_plan(layout, loss, batch)
-  logits = 4096 * words * 4 // 8
-  assert logits <= planned.categories["saved activations"] < 1.01 * logits
-  needs_no_less(planned, nxp.train_step(loss), layout, batch, 3)
-
-
 def test_70b_is_planned_from_shapes_alone():
   llama = pytest.importorskip("benchmarks.llama")
   sizes = llama.SIZES["70b"]

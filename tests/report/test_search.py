@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import ReportError
@@ -163,24 +162,6 @@ def test_the_compiler_decides():
   assert "ranked by exact bytes: a step needs search(..., optimizer=)" in note
   far = find("tpu:v5e:4x4", compile_best=1)
   assert "16 simulated devices are needed, and this process has 8" in far.notes[0] or far.best.report
-
-
-def test_axes_that_split_nothing_and_the_notes_of_the_plan_are_shown():
-  """A layer that no rule names is in the notes of the winner's plan."""
-
-  class Dense(nnx.Module):
-    def __init__(self):
-      self.q_proj = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
-      self.odd = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-      return self.odd(self.q_proj(x))
-
-  rules = [nxp.presets.gpt(), nxp.presets.fsdp_tensor(min_size=16)]
-  batch = jax.ShapeDtypeStruct((8, 512), jnp.float32)
-  result = search(Dense, loss, "cpu:8", batch=batch, rules=rules, compile_best=0)
-  assert "The axis 'expert' splits nothing of this model: its size is 1." in result.notes
-  assert "without tensor parallelism, since no path rule names them: odd.kernel" in str(result)
 
 
 def test_what_no_layout_could_have_is_an_error():

@@ -137,28 +137,6 @@ def test_a_preset_is_edited_by_name():
   assert presets.fsdp_tensor().logical["vocab"] == (("tensor",), ())
 
 
-class Stock(nnx.Module):
-  def __init__(self, rngs):
-    self.linear = nnx.Linear(8, 16, rngs=rngs)
-    self.general = nnx.LinearGeneral(8, (3, 4), rngs=rngs)
-    self.einsum = nnx.Einsum("ab,bcd->acd", (8, 2, 4), (2, 4), rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(2, 8, decode=False, normalize_qk=True, rngs=rngs)
-    self.embed = nnx.Embed(16, 8, rngs=rngs)
-    self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-    self.transposed = nnx.ConvTranspose(3, 8, (3, 3), rngs=rngs)
-    self.norms = nnx.List(
-      [norm(8, rngs=rngs) for norm in (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.InstanceNorm)]
-    )
-    self.group_norm = nnx.GroupNorm(8, num_groups=2, rngs=rngs)
-    self.cells = nnx.List(
-      [cell(4, 8, rngs=rngs) for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)]
-    )
-    self.lora = nnx.LoRALinear(8, 16, lora_rank=2, rngs=rngs)
-    self.spectral = nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
-    self.activation = nnx.PReLU()
-    self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-
 class Grouped(nnx.Module):
   """Attention with few key-value heads and no names; kernels of three dims, or of two."""
 
@@ -183,25 +161,6 @@ def test_attention_without_names_is_split_by_heads_and_never_along_the_head_dim(
   assert specs["k.kernel"] == specs["v.kernel"] == P(None, kv_axis, *rest)
   assert specs["v.bias"] == P(kv_axis, *rest)
   assert specs["o.kernel"] == P("tensor", *rest, None)
-
-
-def test_stock_layers_need_no_other_rules():
-  logical = LogicalRules(embed=None, heads="tensor", vocab="tensor", features="tensor")
-  plan = nxp.plan(lambda: Stock(nnx.Rngs(0)), nxp.abstract_mesh(tensor=2), [presets.layers(), logical])
-  specs = {leaf.name: leaf.spec for leaf in plan.leaves}
-  assert specs["attention.query.kernel"] == P(None, "tensor", None)
-  assert specs["attention.query.bias"] == P("tensor", None)
-  assert specs["attention.out.kernel"] == P("tensor", None, None)
-  assert specs["attention.query_ln.scale"] == P(None)
-  assert specs["embed.embedding"] == P("tensor", None)
-  assert specs["lora.lora.lora_a"] == P(None, None)
-  assert specs["lora.lora.lora_b"] == P(None, "tensor")
-  attention = [name for name in specs if name.startswith("attention.")]
-  for name, spec in specs.items():
-    if name.endswith(".kernel") and name not in attention:
-      assert spec == P(*[None] * (len(spec) - 1), "tensor"), name
-    elif name not in attention and not name.endswith(("lora_b", "embedding")):
-      assert not any(spec), name
 
 
 def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():

@@ -181,16 +181,6 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
 
 
-def test_without_a_mesh_and_outside_of_jit():
-  q, k, v, _, segments = drawn(2, 24, 2)
-  wanted = whole(q, k, v, segments, causal=True)
-  attend = nxp.parallel.context_attention(causal=True, block=7)
-  np.testing.assert_allclose(attend(*map(jnp.asarray, (q, k, v)), segment_ids=segments), wanted, atol=1e-5)
-  layout = NamedSharding(nxp.make_mesh(data=2, context=4), PartitionSpec("data", "context"))
-  placed = [jax.device_put(x, layout) for x in (q, k, v, segments)]
-  np.testing.assert_allclose(attend(*placed[:3], segment_ids=placed[3]), wanted, atol=1e-5)
-
-
 # What is sent, kept and computed.
 
 

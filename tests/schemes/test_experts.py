@@ -189,25 +189,6 @@ def test_each_choice_is_computed_exactly_once(seed, skew, buffer):
   assert dropped == 0
 
 
-@settings(max_examples=25, deadline=None)
-@given(**ROUTED, capacity=st.sampled_from([0.5, 1.0, 1.5]))
-def test_with_a_capacity_the_last_choices_are_dropped_and_counted(seed, skew, capacity):
-  experts = skewed(seed, skew)
-  found, dropped = counting(capacity=capacity)(experts)
-  assert found.sum() + dropped == experts.size
-  own = TOKENS // 8  # each device has slots for its own tokens
-  slots = math.ceil(capacity * own * TOP_K / EXPERTS)
-  kept = np.zeros((TOKENS, EXPERTS))
-  for first in range(0, TOKENS, own):
-    used = np.zeros(EXPERTS, int)
-    for choice in range(TOP_K):
-      for token in range(first, first + own):
-        expert = experts[token, choice]
-        kept[token, expert] += used[expert] < slots
-        used[expert] += 1
-  np.testing.assert_array_equal(found, kept)
-
-
 def test_an_expert_that_gets_all_tokens_takes_rounds_and_gradients_stay_right():
   given = drawn((16,), 8)
   given[1][:, 0] = 4

@@ -97,16 +97,6 @@ def test_losses_and_gradients_are_those_of_whole_logits(mesh, case, parts, expli
     close(with_gradients(f, weights)(x, head), wanted)
 
 
-def test_without_a_mesh_and_without_an_axis():
-  x, head, labels = arrays(37, batch=8)
-  weights = normal(*labels.shape)
-  wanted = with_gradients(lambda x, w: whole(x, w, labels), weights)(x, head)
-  f = with_gradients(lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels, parts=2), weights)
-  close(f(x, head), wanted)
-  with nxp.use_rules(nxp.LogicalRules(), nxp.make_mesh(MESHES["no tensor"])):
-    close(f(x, head), wanted)
-
-
 @pytest.mark.slow
 def test_a_label_that_is_no_column_gives_nan_and_no_number():
   x, head, labels = arrays(37)
@@ -131,16 +121,6 @@ def test_what_does_not_fit_is_an_error():
   mesh = nxp.make_mesh(data=2, tensor=4)
   with pytest.raises(SchemeError, match="mapped over that axis already"):
     jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x, head)
-
-
-def test_inside_a_shard_map_over_the_batch():
-  x, head, labels = arrays(37)
-  mesh = nxp.make_mesh(data=2, tensor=4)
-
-  options = {"out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
-  specs = P("data"), P(), P("data")
-  mapped = jax.shard_map(nxp.parallel.vocabulary_cross_entropy, mesh=mesh, in_specs=specs, **options)
-  close(jax.jit(mapped)(x, head, labels), whole(x, head, labels))
 
 
 @pytest.mark.slow

@@ -126,31 +126,3 @@ def test_batch_groups_written_by_the_user() -> None:
   found = jax.jit(with_correct_convolutions(jax.value_and_grad(loss, (0, 1)), mesh))(kernel, placed)
   for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
-
-
-TABLE = jnp.linspace(0.5, 1.5, 4)
-
-
-@jax.jit
-def scaled(x: jax.Array) -> jax.Array:
-  return jnp.sin(x * TABLE[None, None])
-
-
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient() -> None:
-  mesh = nxp.make_mesh(data=2, model=4)
-
-  def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-      y = jax.lax.conv_general_dilated(
-        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
-      )
-      return jax.checkpoint(scaled)(y), None
-
-    return jax.lax.scan(step, x, None, length=2)[0].sum()
-
-  rng = np.random.default_rng(0)
-  kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
-  placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
-  found = jax.jit(with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
-  np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)

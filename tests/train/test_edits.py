@@ -106,32 +106,6 @@ def test_the_next_step_trains_what_is_there(edit):
   ]
 
 
-def test_only_the_array_that_somebody_holds_is_copied():
-  model = Scaled()
-  model.bias = nnx.Param(jnp.ones(4))
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  step = nxp.train_step(lambda m, x: (m.weight[...] * x + m.bias[...]).sum())
-  for _ in range(3):
-    step(model, optimizer, jnp.ones(4))
-  where = {name: getattr(model, name).get_raw_value().unsafe_buffer_pointer() for name in ("weight", "bias")}
-  held = model.weight.get_raw_value()
-  before = float(held.sum())
-  step(model, optimizer, jnp.ones(4))
-  assert float(held.sum()) == before
-  assert model.weight.get_raw_value().unsafe_buffer_pointer() != where["weight"]
-  assert model.bias.get_raw_value().unsafe_buffer_pointer() == where["bias"]
-
-
-def test_a_method_as_an_attribute_is_refused_since_its_module_would_not_be_trained():
-  model = Scaled()
-  model.call = model.product
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  step = nxp.train_step(lambda model, x: model.call(x).sum())
-  message = r"model\.call is the method Scaled\.product of one module[\s\S]*call self\.product"
-  with pytest.raises(nxp.errors.TrainError, match=message):
-    step(model, optimizer, jnp.ones(4))
-
-
 class Wide(nnx.Module):
   def __init__(self, rngs, extra=False):
     self.up = nnx.Linear(8, 16, rngs=rngs)

@@ -75,24 +75,6 @@ def test_the_examples_of_a_product_with_a_parameter_stay_where_they_are(product,
   np.testing.assert_allclose(found, product(w, x), rtol=1e-5, atol=1e-5)
 
 
-class Words(nnx.Module):
-  """A table, one layer, and a head: a separate one, or the table."""
-
-  def __init__(self, tied: bool):
-    rngs = nnx.Rngs(0)
-    self.embed, self.middle = nnx.Embed(512, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
-    self.head = None if tied else nnx.Linear(64, 512, rngs=rngs)
-
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    x = nnx.relu(self.middle(self.embed(tokens)))
-    return self.embed.attend(x) if self.head is None else self.head(x)
-
-
-def words_loss(model: Words, tokens: jax.Array) -> jax.Array:
-  logits = model(tokens[:, :-1])
-  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
 class Normed(nnx.Module):
   """Norms over one axis before kernels over two, sharded by hand."""
 
@@ -145,22 +127,3 @@ def test_a_batch_on_no_mesh_is_left_to_xla_and_the_step_says_so(caplog):
     assert "leaves the layout of the batch to XLA" in str(step.layers)
     assert "put the batch on their mesh" in str(step.layers)
   assert "leaves the layout of the batch to XLA" in caplog.text
-
-
-@pytest.mark.auto_axes("what it expects is of Auto axes")
-def test_a_step_says_where_positions_are_split():
-  def said(init, loss):
-    plan = nxp.plan(
-      init,
-      nxp.make_mesh(data=2, tensor=4),
-      nxp.LogicalRules(batch="data", seq="tensor"),
-      optimizer=optax.sgd(0.1),
-    )
-    step = nxp.train_step(loss)
-    step.lower(plan, batch=jax.ShapeDtypeStruct((8, 65), jnp.int32))
-    return str(step.layers)
-
-  assert said(lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss) == (
-    "positions between layers over tensor: 2 calls\n2 x Block at layers.*"
-  )
-  assert said(lambda: Words(False), words_loss) == "positions between layers over tensor: no layer is called"

@@ -103,13 +103,3 @@ def test_in_a_step_of_your_own():
 def test_bad_scales(options, message):
   with pytest.raises(nxp.errors.TrainError, match=message):
     nxp.with_loss_scale(optax.sgd(0.1), **options)
-
-
-def test_it_must_be_outermost():
-  plan = plan_on("dp", optax.chain(optax.clip(1.0), nxp.with_loss_scale(optax.sgd(0.1))))
-  model, optimizer = placed(plan)
-  with pytest.raises(nxp.errors.TrainError, match="with_loss_scale must be the outermost transformation"):
-    nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(data(1)[0], plan))
-  plain = placed(plan_on("dp", optax.sgd(0.1)))[1]
-  with pytest.raises(nxp.errors.TrainError, match="this optimizer has no loss scale"):
-    nxp.loss_scale_of(plain)

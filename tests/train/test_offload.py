@@ -13,7 +13,6 @@ from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.layout import offload
 from train import models
 from train.models import data, loss_fn
-from training import placed
 
 HOST = "pinned_host"
 
@@ -88,15 +87,6 @@ def test_a_checkpoint_is_restored_into_each_memory(tmp_path):
       nxp.check_layout(model, plan, optimizer=optimizer)
       for path, leaf in variables(optimizer).items():
         np.testing.assert_array_equal(value_of(leaf), saved[path])
-
-
-def test_check_layout_sees_the_memory():
-  plan = plan_on(optax.adam(1e-2), HOST)
-  model, optimizer = placed(plan_on(optax.adam(1e-2), None))
-  with pytest.raises(nxp.errors.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
-    nxp.check_layout(model, plan, optimizer=optimizer)
-  moved, moved_optimizer = nxp.reshard(model, plan, optimizer=optimizer)
-  nxp.check_layout(moved, plan, optimizer=moved_optimizer)
 
 
 def test_what_is_refused():

@@ -98,32 +98,6 @@ def test_nnx_jit_compiles_once_and_keeps_the_layout(explicit, zero, memory):
   np.testing.assert_allclose(found, expected(), rtol=1e-5)
 
 
-@pytest.mark.auto_axes("its shard_map gets arrays of other types")
-def test_inside_shard_map_arrays_are_shards_and_stay_so():
-  plan = nxp.plan(
-    lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
-    nxp.make_mesh(data=8),
-    nxp.replicate(),
-    optimizer=optax.sgd(0.1),
-  )
-  model, optimizer = placed(plan)
-  graphdef, state = nnx.split((model, optimizer))
-
-  @jax.jit
-  @jax.shard_map(mesh=plan.mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
-  def run(state, batch):
-    model, optimizer = nnx.merge(graphdef, state)
-    grads = nnx.grad(lambda m: jax.lax.pmean((m(batch) ** 2).mean(), "data"))(model)
-    optimizer.update(model, grads)
-    return nnx.state((model, optimizer))
-
-  batch = np.ones((8, 4), np.float32)
-  nnx.update((model, optimizer), run(state, batch))
-  alone = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  grads = nnx.grad(lambda m: (m(batch) ** 2).mean())(alone)
-  np.testing.assert_allclose(model.bias[...], -0.1 * grads["bias"][...], rtol=1e-5)
-
-
 class Norm(nnx.Module):
   """Own gradients of `scale` are 85 % off on three axes, if nothing is gathered."""
 
@@ -215,20 +189,3 @@ def test_a_parameter_is_gathered_behind_its_cast_and_inside_of_a_scan_and_a_chec
   assert "scan" in inside
   assert {"checkpoint", "remat2", "remat"} & {*inside}
   assert (aval.dtype, aval.shape, tuple(spec)) == (jnp.bfloat16, (64, 64), (None, "tensor"))
-
-
-def by_hand(mesh):
-  model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-  model.kernel.set_value(jax.device_put(model.kernel[...], jax.NamedSharding(mesh, jax.P("a", "b"))))
-  return model
-
-
-def test_a_model_that_was_sharded_by_hand_needs_the_axes_of_the_batch():
-  model = by_hand(jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2))
-  loss = lambda model, x: model(x).sum()
-  with pytest.raises(nxp.errors.TrainError, match="does not know which mesh axes shard the batch") as caught:
-    nxp.parallel.gather_on_read(loss, model)
-  assert 'gather_on_read(loss, model, batch_axes=("a",))' in str(caught.value)
-  gathered = nxp.parallel.gather_on_read(loss, model, batch_axes=("a",))
-  ((_, _, spec),) = gathers(traced(gathered, model, jnp.ones((8, 64))))
-  assert tuple(spec) == (None, "b")

@@ -83,26 +83,6 @@ def test_bfloat16_computes_low_and_keeps_parameters():
       np.testing.assert_array_equal(a.get_value(), b.get_value(), err_msg=str(path))
 
 
-def test_softmax_stays_float32_with_dropout():
-  def exponentials(policy):
-    module = policy.apply(lambda: Model(nnx.Rngs(0, dropout=1), rate=0.1))()
-    attend = jax.jit(lambda x: module.attention(x, deterministic=True))
-    text = attend.lower(jnp.ones((2, 8, 16), BF16)).as_text()
-    return set(re.findall(r"stablehlo\.exponential .*x(\w+)>", text))
-
-  assert exponentials(nxp.Precision.bfloat16()) == {"f32"}
-  assert exponentials(nxp.Precision(compute=BF16, softmax=BF16)) == {"bf16"}
-
-
-def test_training_low_parameters_without_masters_warns():
-  policy = nxp.Precision.bfloat16_parameters(masters=False)
-  with pytest.warns(nxp.NnxParallelWarning, match="loses updates below 1/512") as caught:
-    policy.optimizer(optax.adam(1e-2))
-  assert caught[0].filename == __file__
-  tx = optax.adam(1e-2)
-  assert nxp.Precision.bfloat16().optimizer(tx) is tx
-
-
 def test_bad_policies():
   with pytest.raises(nxp.errors.TrainError, match="compute=int8 is not a floating dtype"):
     nxp.Precision(compute=jnp.int8)

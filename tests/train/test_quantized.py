@@ -61,27 +61,6 @@ def test_products_are_low_and_train_like_one_device(dtype, mark):
   assert not plan.diff(reference)
 
 
-@needs_qwix
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix 0.1.8 on flax 0.12.12
-def test_lora_beside_a_padded_weight_gets_its_gradients():
-  """qwix finds a weight by the identity of its array, so two reads of one Variable must give one array."""
-  import qwix
-
-  x = jnp.ones((8, 8))
-
-  def init():
-    provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=1.0)
-    model = nnx.Sequential(nnx.Linear(8, 30, use_bias=False, rngs=nnx.Rngs(0)))
-    return qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1))
-
-  rules = [nxp.PathRules([(r".*\.kernel", (None, "tensor"))]), nxp.replicate()]
-  plan = nxp.plan(init, nxp.make_mesh(tensor=8), rules, uneven="pad")
-  assert plan["layers.0.kernel"].padding == (0, 2)
-  model = placed(plan)
-  grads = nnx.jit(nnx.grad(lambda m: (m(x) ** 2).mean(), argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
-  assert jnp.abs(grads["layers"][0]["kernel_lora_b"][...]).max() > 0
-
-
 # Blocks that share a scale: MXFP8 and MXFP4 (32 values, a power of two) and NVFP4 (16 values, an e4m3 scale).
 #
 # A value next to the border of two low-precision values is rounded up on one layout and down on another, if

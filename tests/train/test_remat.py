@@ -11,7 +11,7 @@ import nnx_parallel as nxp
 from nnx_parallel.layers.remat import REMATS
 from train import models
 from train.models import RULES
-from training import placed, run_steps
+from training import placed
 
 WIDTH, DEPTH = 32, 2
 
@@ -64,41 +64,6 @@ def batch_of(plan, examples=64):
   return nxp.shard_batch(rows(examples), plan)
 
 
-class Bare(nnx.Module):
-  """Layers under nnx.remat, or stacked by nnx.scan, that change no Variable."""
-
-  def __init__(self, stacked, rngs, depth=DEPTH):
-    def make(rngs):
-      return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    self.stacked = stacked
-    self.layers = nnx.vmap(make)(rngs.split(depth)) if stacked else nnx.List([make(rngs), make(rngs)])
-
-  def __call__(self, x):
-    if self.stacked:
-      run = nnx.scan(lambda x, layer: nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-      return run(x, self.layers)
-    for layer in self.layers:
-      x = nnx.remat(lambda layer, x: nnx.tanh(layer(x)))(layer, x)
-    return x
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_variables_that_layers_only_hand_on_are_not_changed(stacked):
-  """flax gives each Variable of such a layer a new array, so that it seems assigned to."""
-  mesh = nxp.make_mesh(data=8)
-  plan = nxp.plan(lambda: Bare(stacked, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2))
-  losses = []
-  for microbatches, remat in ((1, None), (2, None), (2, "full")):
-    run = run_steps(plan, loss_fn, [rows()] * 2, microbatches=microbatches, remat=remat)
-    losses.append(run.losses)
-    if microbatches > 1:
-      assert run.step.reduction == "once, after the scan, over data, in float32"
-  np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_a_policy_holds_within_each_layer():
   """Each layer is recomputed behind a barrier of its own; of the whole loss, there would be one."""
@@ -149,14 +114,3 @@ def search(kind, depth=DEPTH, **options):
   init = lambda: Net(kind, nnx.Rngs(0), depth)
   options = {"optimizer": optax.adam(1e-2), "compile_best": 0, **options}
   return nxp.search(init, loss_fn, "cpu:8", batch=batch, rules=RULES, **options)
-
-
-def test_a_single_stacked_layer_is_a_layer():
-  """A model made small to be debugged trains with the options of the large one."""
-  losses = []
-  for remat in (None, "full"):
-    model = Bare(True, nnx.Rngs(0), depth=1)
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    step = nxp.train_step(loss_fn, remat=remat)
-    losses.append([float(step(model, optimizer, jnp.ones((2, WIDTH)))["loss"]) for _ in range(2)])
-  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)

@@ -245,66 +245,6 @@ def test_models_whose_plans_split_the_batch_differently_are_an_error(rules, othe
   assert "make each plan with the same rule" in str(caught.value)
 
 
-def test_a_name_that_two_plans_map_differently_is_an_error_where_a_loss_constrains_it():
-  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  plans = [nxp.plan(teacher, mesh, rules) for rules in (RULES, RULES.replace(mlp=None))]
-  models = dict(zip("ab", map(placed, plans), strict=True))
-
-  def loss(models, x):
-    return nxp.constrain(models["a"](x) - models["b"](x), "batch", "mlp").mean()
-
-  with pytest.raises(nxp.errors.ShardingError, match="have different rules for 'mlp'") as caught:
-    nxp.eval_step(loss)(models, np.ones((8, 16), np.float32))
-  assert "nxp.use_rules(rules, mesh)" in str(caught.value)
-  with nxp.use_rules(RULES, mesh):
-    assert float(nxp.eval_step(loss)(models, np.ones((8, 16), np.float32))["loss"]) == 0
-
-
-class Heads(nnx.Module):
-  """A head on an encoder, which another module may share."""
-
-  def __init__(self, encoder, seed):
-    self.encoder, self.head = encoder, nnx.Linear(8, 4, rngs=nnx.Rngs(seed))
-
-  def __call__(self, x):
-    return self.head(nnx.tanh(self.encoder(x)))
-
-
-def shared():
-  encoder = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  return {"actor": Heads(encoder, 1), "critic": Heads(encoder, 2)}
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("trained", [("actor", "critic"), ("critic",)])
-def test_models_that_share_a_module_train_it_by_each_of_their_optimizers(trained):
-  loss = lambda models, x: (models["actor"](x) ** 2).mean() + (models["critic"](x) - 1.0).__abs__().mean()
-  rates = {"actor": optax.sgd(0.1), "critic": optax.adam(0.1)}
-  x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
-
-  def optimizers(models):
-    return {key: nnx.Optimizer(models[key], rates[key], wrt=nnx.Param) for key in trained}
-
-  ours, step = shared(), nxp.train_step(loss)
-  ours_optimizers = optimizers(ours)
-  theirs = shared()
-  theirs_optimizers = optimizers(theirs)
-  for _ in range(3):
-    step(ours, ours_optimizers, x)
-    grads = nnx.grad(lambda models: loss(models, x))(nnx.Dict(theirs))
-    for key in trained:
-      own = {"encoder": grads["actor"]["encoder"], "head": grads[key]["head"]}
-      theirs_optimizers[key].update(theirs[key], nnx.State(own))
-  assert ours["actor"].encoder is ours["critic"].encoder
-  for key in theirs:
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-      nnx.state(ours[key]),
-      nnx.state(theirs[key]),
-    )
-
-
 @pytest.mark.slow
 def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)

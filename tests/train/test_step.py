@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from train import models
 from train.models import RULES
-from training import placed, plain_step
+from training import placed
 
 
 class Plain(models.Net):
@@ -123,35 +123,6 @@ def test_a_step_does_not_wait_for_its_metrics(monkeypatch):
   assert waited == ["item"]
 
 
-@pytest.mark.parametrize("by", ["nnx.jit", "jax.jit"])
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_step_and_a_users_own_jit_take_turns(by):
-  plan, model, optimizer = make(tx=optax.sgd(0.1))
-  step, batch = nxp.train_step(loss_fn), data(plan)
-
-  with_nnx = plain_step(loss_fn)
-  graphdef, _ = nnx.split((model, optimizer))
-
-  @jax.jit
-  def with_jax(state, batch):
-    model, optimizer = nnx.merge(graphdef, state)
-    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-    optimizer.update(model, grads)
-    return loss, nnx.state((model, optimizer))
-
-  losses = []
-  for _ in range(2):
-    losses.append(step(model, optimizer, batch)["loss"])
-    if by == "nnx.jit":
-      losses.append(with_nnx(model, optimizer, batch))
-    else:
-      loss, state = with_jax(nnx.state((model, optimizer)), batch)
-      nnx.update((model, optimizer), state)
-      losses.append(loss)
-  assert sorted(map(float, losses), reverse=True) == list(map(float, losses))
-  assert int(optimizer.step.get_value()) == 4
-
-
 def test_a_step_lowers_from_a_plan_without_arrays():
   mesh = nxp.abstract_mesh(data=4, fsdp=16, tensor=8)
 
@@ -165,18 +136,6 @@ def test_a_step_lowers_from_a_plan_without_arrays():
   bare = nxp.plan(init, mesh, nxp.fsdp(min_size=1))
   with pytest.raises(nxp.errors.TrainError, match="no optimizer, so there is no train step"):
     nxp.train_step(loss_fn).lower(bare, None, batch)
-
-
-@pytest.mark.auto_axes("on Explicit axes, `[...] =` needs an active mesh")
-def test_an_edited_value_is_trained_on():
-  plan, model, optimizer = make(tx=optax.sgd(0.0))
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  model.up.kernel[...] = jnp.zeros((8, 16))
-  model.down.kernel[...] = jnp.zeros((16, 8))
-  loss = step(model, optimizer, batch)["loss"]
-  assert np.isclose(float(loss), float((np.asarray(batch["y"]) ** 2).mean()))
-  assert len(step.compiles) == 1
 
 
 @pytest.mark.parametrize("value", [np.zeros((16, 8), np.float32), jnp.zeros((16, 8))], ids=["numpy", "jax"])
@@ -611,16 +570,6 @@ def test_norms_of_complex_gradients_have_their_imaginary_part():
   wanted = optax.tree.norm(nnx.state(nnx.grad(loss)(Phases(), x)))
   assert float(found) == pytest.approx(float(wanted), rel=1e-6)
   assert float(optimizer.opt_state.norms[0]) == pytest.approx(float(wanted), rel=1e-6)
-
-
-def test_the_norm_of_gradients_is_without_the_loss_scale():
-  x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
-  norms = []
-  for tx in (optax.sgd(0.1), nxp.with_loss_scale(optax.sgd(0.1))):
-    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    step = nxp.train_step(lambda m, b: jnp.square(m(b)).mean(), diagnostics=True)
-    norms.append(float(step(model, nnx.Optimizer(model, tx, wrt=nnx.Param), x)["grad_norm"]))
-  assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 def test_evaluation_leaves_the_module_alone():

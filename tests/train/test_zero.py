@@ -88,13 +88,6 @@ def test_stages_hold_the_planned_bytes_on_each_device():
     nxp.check_layout(wrong[0], plan, optimizer=wrong[1])
 
 
-def test_hybrid_splits_inside_a_slice_only():
-  mesh = nxp.make_mesh(replica=2, data=4)
-  rules = nxp.LogicalRules(batch=("replica", "data"), embed=None, mlp=None)
-  plan = nxp.plan(init, mesh, rules, optimizer=optax.adam(1e-2), zero=1, zero_axes="data")
-  assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == jax.P(None, "data")
-
-
 @pytest.mark.parametrize(
   ("options", "message"),
   [
