@@ -29,7 +29,6 @@ Result = dict[str, Any]
 
 
 def arguments(search: Any, words: list[str] | None = None) -> argparse.Namespace:
-  """The command line of a search; `words` are what is typed."""
   parser = argparse.ArgumentParser(
     description=search.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -92,7 +91,6 @@ class Worker:
     self.connection.send(job)
 
   def results(self) -> Iterator[tuple[Any, Result]]:
-    """What came in by now, after waiting a moment."""
     try:
       while self.job and self.connection.poll(0.05):
         result = self.connection.recv()
@@ -125,7 +123,6 @@ class Worker:
     self.process, self.job = None, []
 
   def check(self, case: Any) -> Result:
-    """One case, waited for."""
     self.give([case])
     while True:
       for _, result in self.results():

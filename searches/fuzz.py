@@ -66,7 +66,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def group(given: argparse.Namespace) -> str:
-  """Rows of the record: a way of compiling."""
   partitioner, axes = "GSPMD" if given.gspmd else "Shardy", "Explicit" if given.explicit else "Auto"
   return f"{given.step}, jax {jax.__version__}, {partitioner}, {axes}"
 
@@ -89,13 +88,11 @@ class Case:
 
   @property
   def ops(self) -> list[str]:
-    """Each operation with its kind."""
     parts = [self.program["input"], *self.program["blocks"], self.program["loss"]]
     return [f"{part['op']} {part['kind']}" if "kind" in part else part["op"] for part in parts]
 
 
 def cases(seed: int, given: argparse.Namespace) -> list[Case]:
-  """Layouts of one model; a small one for each large one."""
   if given.programs:
     return found_in(given.programs)[seed : seed + 1]
   numbers = range(given.layouts) if given.layout is None else [given.layout]
@@ -107,12 +104,10 @@ def cases(seed: int, given: argparse.Namespace) -> list[Case]:
 
 
 def found_in(path: pathlib.Path) -> list[Case]:
-  """The cases in the JSON lines of a file."""
   return [Case(**json.loads(line)) for line in path.read_text().splitlines() if line.startswith("{")]
 
 
 def smaller(case: Case) -> Iterator[Case]:
-  """Each program that is one piece smaller."""
   for program, layout in smaller_programs.smaller(case.program, case.layout):
     yield Case(case.seed, case.number, program, layout)
 
@@ -159,7 +154,6 @@ class Model:
 
   @functools.cached_property
   def step(self) -> Step:
-    """One function for all layouts, so that it is traced once."""
 
     def loss(params: Arrays, batch: Arrays) -> Any:
       return programs.loss_of(self.program, params, batch)
@@ -200,7 +194,6 @@ def differences(right: Numbers, found: Numbers, least: float = 1e-2) -> dict[str
 
 
 def run_plain(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
-  """Two steps of a jitted function on the layout."""
   placed = {name: NamedSharding(mesh, spec_of(spec)) for name, spec in layout["specs"].items()}
   dims = [layout["batch"], layout["length"]]
   inputs = {name: NamedSharding(mesh, spec_of(dims[: min(x.ndim, 2)])) for name, x in model.batch.items()}
@@ -209,7 +202,6 @@ def run_plain(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
 
 
 def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
-  """Two steps of `nxp.train_step` on a plan with these specs."""
 
   class Net(nnx.Module):
     def __init__(self) -> None:

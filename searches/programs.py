@@ -54,7 +54,6 @@ def scale(o: SimpleNamespace) -> dict[str, Weight]:
 
 
 def bias(o: SimpleNamespace, dims: str, *shape: int) -> dict[str, Weight]:
-  """None where the option is off."""
   return {"b": weight(dims, *shape, fan=4)} if o.bias else {}
 
 
@@ -102,12 +101,11 @@ def operation(
   **options: Sequence[Any],
 ) -> Callable[[Any], Any]:
   """Registers a function from options to parameters and what is computed with them."""
+  return lambda make: table.setdefault(name, Operation(make, options, flat, share, normed))
 
-  def register(make: Any) -> Any:
-    table[name] = Operation(make, options, flat, share, normed)
-    return make
 
-  return register
+def add(table: dict[str, Operation], name: str, make: Any, **options: Any) -> None:
+  operation(table, name, **options)(make)
 
 
 # What a model reads.
@@ -122,9 +120,7 @@ def _embedding(o: SimpleNamespace) -> Any:
   return weights, lambda p, _: p["table"][p["tokens"]] * factor + p.get("position", 0)
 
 
-@operation(INPUTS, "features", flat=True, share=2)
-def _features(o: SimpleNamespace) -> Any:
-  return {}, lambda p, _: p["features"]
+add(INPUTS, "features", lambda o: ({}, lambda p, _: p["features"]), flat=True, share=2)
 
 
 # Blocks.
@@ -147,9 +143,13 @@ def _standard(x: Any, axes: Any = -1) -> Any:
   return centred * jax.lax.rsqrt((centred * centred).mean(axes, keepdims=True) + 1e-6)
 
 
-@operation(BLOCKS, "scale", flat=True, bias=BOTH)
-def _scale(o: SimpleNamespace) -> Any:
-  return scale(o) | bias(o, "norm", o.width), lambda p, x: x * p["s"] + p.get("b", 0)
+add(
+  BLOCKS,
+  "scale",
+  lambda o: (scale(o) | bias(o, "norm", o.width), lambda p, x: x * p["s"] + p.get("b", 0)),
+  flat=True,
+  bias=BOTH,
+)
 
 
 @operation(
@@ -664,14 +664,8 @@ def _cross_entropy(o: SimpleNamespace) -> Any:
   return {} if o.tied else {"w": weight("embed vocab", o.width, VOCAB)}, run
 
 
-@operation(LOSSES, "sine", flat=True, share=2)
-def _sine(o: SimpleNamespace) -> Any:
-  return {}, lambda p, x: 1 + jnp.sin(x).sum() / x.shape[0]
-
-
-@operation(LOSSES, "squares", flat=True, share=1)
-def _squares(o: SimpleNamespace) -> Any:
-  return {}, lambda p, x: jnp.square(x - p["features"]).mean()
+add(LOSSES, "sine", lambda o: ({}, lambda p, x: 1 + jnp.sin(x).sum() / x.shape[0]), flat=True, share=2)
+add(LOSSES, "squares", lambda o: ({}, lambda p, x: jnp.square(x - p["features"]).mean()), flat=True)
 
 
 @operation(LOSSES, "contrastive", share=0.5)
@@ -748,7 +742,6 @@ def _parts(program: Program) -> list[tuple[str, Operation, dict[str, Any]]]:
 
 
 def weights_of(program: Program) -> dict[str, Weight]:
-  """Its parameters: `b0_up` is `up` of the first block."""
   return {
     f"{prefix}_{name}": found
     for prefix, op, options in _parts(program)
@@ -757,7 +750,6 @@ def weights_of(program: Program) -> dict[str, Weight]:
 
 
 def values_of(program: Program, seed: int) -> tuple[Arrays, Arrays]:
-  """Parameters and a batch, as numpy arrays."""
   rng = np.random.default_rng(seed)
   params = {name: found.draw(rng) for name, found in weights_of(program).items()}
   sizes = program["sizes"]
@@ -892,5 +884,4 @@ def _by_role(found: Weight, mesh: Mapping[str, int], homes: Mapping[str, tuple[s
 
 
 def spec_of(spec: Sequence[Sequence[str]]) -> P:
-  """A spec of a layout as jax has it."""
   return P(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in spec))

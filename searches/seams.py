@@ -84,8 +84,6 @@ TRUE = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is combined; drawn from `seed`."""
-
   seed: int
   features: frozenset[str]
   layers: int
@@ -102,7 +100,6 @@ class Case:
 
   @classmethod
   def draw(cls, seed: int) -> Case:
-    """The case of a seed."""
     rng = random.Random(seed)
     features = frozenset(rng.sample(FEATURES, rng.choice((0, 1, 1, 2, 2, 3))))
     if "scan over layers" in features:  # one class of stacked layers
@@ -125,15 +122,11 @@ class Case:
 
 
 class Tables(NamedTuple):
-  """Arrays in a container."""
-
   sine: Any
   cosine: Any
 
 
 class Block(nnx.Module):
-  """A layer with the features of a case."""
-
   def __init__(self, width: int, features: frozenset[str], rngs: nnx.Rngs):
     self.norm = nnx.LayerNorm(width, rngs=rngs)
     self.up = nnx.Linear(width, 2 * width, rngs=rngs)
@@ -152,7 +145,6 @@ class Block(nnx.Module):
     )
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """`(..., LENGTH, width)` to the same shape."""
     y = self.norm(x)
     if self.tables is not None:
       y = y * jnp.broadcast_to(self.tables.cosine, y.shape) + jnp.broadcast_to(self.tables.sine, y.shape)
@@ -171,8 +163,6 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-  """A small decoder with the features of a case."""
-
   def __init__(self, case: Case, rngs: nnx.Rngs):
     has, width = case.features, 10 if "uneven width" in case.features else 8
     self.embed = nnx.Embed(TOKENS, width, rngs=rngs)
@@ -194,7 +184,6 @@ class Model(nnx.Module):
     self.head = None if "tied head" in has else nnx.Linear(width, TOKENS, rngs=rngs)
 
   def features(self, tokens: jax.Array) -> jax.Array:
-    """`(..., LENGTH, width)` of `(..., LENGTH)`."""
     x = self.embed(tokens if self.order is None else self.order[tokens])
     if self.bias is not None:
       x = x + jnp.broadcast_to(self.bias["first"], x.shape)
@@ -206,18 +195,15 @@ class Model(nnx.Module):
     return x
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Logits `(..., LENGTH, TOKENS)` of tokens `(..., LENGTH)`."""
     x = self.features(tokens)
     return self.embed.attend(x) if self.head is None else self.head(x)
 
 
 def nats(model: Model, batch: Any) -> jax.Array:
-  """The loss of each token."""
   return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
 
 
 def contrast(model: Model, batch: Any) -> jax.Array:
-  """Each example against all others."""
   z = model.features(batch["x"]).mean(-2)
   return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z))).mean()
 
@@ -229,7 +215,6 @@ def balance(model: Model, batch: Any) -> jax.Array:
 
 
 def penalty(model: Model, batch: Any) -> jax.Array:
-  """A gradient inside the loss."""
   slope = jax.grad(lambda s: (s * model.features(batch["x"])).mean())(jnp.float32(1.0))
   return nats(model, batch).mean() + jnp.square(slope)
 
@@ -258,7 +243,6 @@ INSIDE = ("vmap", "map", "jit", "checkpoint", "penalty")
 
 
 def data(examples: int) -> dict[str, np.ndarray]:
-  """A batch."""
   rng = np.random.default_rng(0)
   x, y = rng.integers(0, TOKENS, (2, examples, LENGTH)).astype(np.int32)
   return {"x": x, "y": y, "w": (rng.random((examples, LENGTH)) < 0.5).astype(np.float32)}
@@ -304,25 +288,21 @@ def follow(
 
 
 def distance_to(model: Model, teacher: Model, batch: Any) -> jax.Array:
-  """How far the logits of two models are from each other."""
   return jnp.square(model(batch["x"]) - jax.lax.stop_gradient(teacher(batch["x"]))).mean()
 
 
 def taught(loss: Callable[[Model, Any], Any]) -> Callable[..., jax.Array]:
-  """The loss of a student, which also follows its teacher."""
   return lambda models, batch: (
     value_of(loss(models["a"], batch)) + distance_to(models["a"], models["b"], batch)
   )
 
 
 def value_of(found: Any) -> jax.Array:
-  """The loss among what a loss function returns."""
   loss = found[0] if type(found) is tuple else found
   return loss.sum / loss.count if isinstance(loss, type(nxp.weighted(0, 1))) else loss
 
 
 def by_own_step(loss: Callable[[Model, Any], Any], model: Model) -> Callable[..., dict[str, jax.Array]]:
-  """The step that a user writes."""
   gathered = nxp.parallel.gather_on_read(lambda model, batch: value_of(loss(model, batch)), model)
 
   @nnx.jit
@@ -337,7 +317,6 @@ def by_own_step(loss: Callable[[Model, Any], Any], model: Model) -> Callable[...
 def trained(
   case: Case, sizes: Mapping[str, int], options: Mapping[str, Any], zero: int
 ) -> tuple[list[float], Any]:
-  """Losses and the state after some steps."""
   plan, loss = planned(case, sizes, zero=zero), LOSSES[case.loss]
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.check_layout(model, plan, optimizer=optimizer)
@@ -368,7 +347,6 @@ def distance(a: Any, b: Any) -> float:
 
 
 def check(case: Case, given: argparse.Namespace | None = None) -> driver.Result:
-  """The verdict, with its reason."""
   if case.loss in INSIDE and case.features & {"statistics", "dropout", "scan over layers"}:
     return verdict("skipped", "flax refuses to write Variables, or to scan, inside a transform of JAX")
   if {"scale in layers", "scan over layers"} <= case.features:
@@ -409,7 +387,6 @@ def cases(seed: int, _: argparse.Namespace) -> list[Case]:
 
 
 def smaller(case: Case) -> Iterator[Case]:
-  """Each case with one thing less or plainer."""
   for feature in sorted(case.features):
     yield dataclasses.replace(case, features=case.features - {feature})
   for name, values in OPTIONS.items():

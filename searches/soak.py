@@ -102,7 +102,6 @@ class Run:
     self.lines: list[str] = []
 
   def write(self, line: str) -> None:
-    """Takes a line of the launcher."""
     self.lines.append(line)
     words = line.split()
     if words[:2] == ["--", "restart"]:
@@ -119,7 +118,6 @@ class Run:
       self.step(int(words[2]), words[3], float(words[4]))
 
   def step(self, step: int, loss: str, when: float) -> None:
-    """A step was made."""
     if not self.training.is_set():
       if not self.reported < step <= self.reported + SAVE_EVERY + 1:
         self.problems.append(f"went on with step {step}, and step {self.reported} was saved")
@@ -131,7 +129,6 @@ class Run:
     self.losses[step].add(loss)
 
   def trouble(self, kind: str, over: threading.Event) -> None:
-    """Makes one of the `TROUBLES`, until the run has met it."""
     file, restarts, reported = self.folder.parent / "trouble", self.restarts, self.reported
     if kind == "a second job":
       command = [sys.executable, *self.job.command[1:]]
@@ -176,7 +173,6 @@ class Run:
 
 
 def left(token: str) -> list[int]:
-  """The processes whose environment holds a text."""
   found: list[int] = []
   for entry in Path("/proc").iterdir():
     with contextlib.suppress(OSError):
@@ -228,7 +224,6 @@ def check(seed: int, given: argparse.Namespace) -> driver.Result:
 
 
 def soak(given: argparse.Namespace, seed: int, root: Path) -> tuple[Run, collections.Counter[str]]:
-  """The disturbed run, and what was done to it."""
   kills, steps, script = given.kills, given.steps, root / "train.py"
   script.write_text(TRAINING)
   plain = Run(script, root / "plain", steps, 0.0, 0)

@@ -63,13 +63,11 @@ JOBS.set_forkserver_preload(["searches.torture"])
 
 
 def expected(step: int) -> dict[str, Any]:
-  """What a job saves at a step."""
   shapes = {"w": (256, 512), "v": (64, 64), "b": (512,)}
   return {n: np.random.default_rng(step).standard_normal(shape, np.float32) for n, shape in shapes.items()}
 
 
 def job(reports: Connection, directory: str, mode: str, process: int, processes: int, port: int) -> None:
-  """Saves step after step, and says so, until it is killed."""
   os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // processes}"
   if processes > 1:
     jax.distributed.initialize(f"localhost:{port}", processes, process, heartbeat_timeout_seconds=10)
