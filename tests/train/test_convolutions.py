@@ -4,15 +4,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from nnx_parallel.train.mend import with_correct_convolutions
 from training import placed
 
 CHANNELS = ("kh", "kw", "in", "conv")
@@ -105,24 +102,3 @@ def test_gradient_norms_equal_one_device(layout: str) -> None:
   found, step = gradients(nxp.make_mesh(**sizes), rules)
   check_equal(found, single_device())
   assert len(step.compiles) == 1
-
-
-def convolve(kernel: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
-  numbers = ("NWC", "WIO", "NWC")
-  return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers, **options)
-
-
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_batch_groups_written_by_the_user() -> None:
-  mesh = nxp.make_mesh(data=2, model=4)
-
-  def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-    return (jnp.sin(convolve(kernel, x, batch_group_count=2)) ** 2).mean()
-
-  rng = np.random.default_rng(0)
-  kernel, x = rng.normal(size=(3, 8, 4)).astype("float32"), rng.normal(size=(8, 6, 8)).astype("float32")
-  expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(kernel, x)
-  placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-  found = jax.jit(with_correct_convolutions(jax.value_and_grad(loss, (0, 1)), mesh))(kernel, placed)
-  for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)

@@ -1,7 +1,5 @@
 """Edits of live modules are noticed at the next step, whatever way they were made."""
 
-import logging
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -202,20 +200,6 @@ def test_what_was_trained_is_carried_over_to_a_model_with_a_new_layer():
   nxp.check_layout(new[0], plan, optimizer=new[1])
   assert int(new[1].step[...]) == 4
   assert int(optimizer.step[...]) == 3
-
-
-def test_a_new_layer_that_needs_no_state_is_trained_and_said_to_lie_whole(caplog):
-  plan, model, optimizer = wide(optax.sgd(0.1))
-  step, x = nxp.train_step(squares), nxp.shard_batch(jnp.ones((8, 8)), plan)
-  step(model, optimizer, x)
-  longer(model)
-  before = jnp.copy(model.extra.kernel[...])
-  with caplog.at_level(logging.WARNING, "nnx_parallel"):
-    step(model, optimizer, x)
-  assert (
-    "model.extra.bias, model.extra.kernel: the plan has no such array, so each device holds" in caplog.text
-  )
-  assert float(jnp.abs(model.extra.kernel[...] - before).max()) > 0
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -1,7 +1,5 @@
 """Parameters are gathered where a loss reads them, and tables looked up by columns; positions are split."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from jax.sharding import NamedSharding
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
-from nnx_parallel.layout.gather import Gather
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
 TENSOR = nxp.PathRules(
@@ -44,35 +41,6 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   whole = 8 * 128 * SIZES.width * 4  # the residual stream of the batch, in float32
   assert max(one.bytes for one in sent if {"fsdp"} <= {*one.axes}) < whole
   assert not [one for one in sent if set(one.axes) == {"fsdp", "tensor"} and one.kind == "all-gather"]
-
-
-PRODUCTS = {
-  "a matrix": (lambda w, x: x @ w, (8, 5, 16), 1),
-  "an einsum with the examples last": (lambda w, x: jnp.einsum("io,bsi->osb", w, x), (8, 5, 16), 1),
-  "behind other operations": (lambda w, x: jnp.tanh(x.swapaxes(0, 1) * 2).reshape(40, 16) @ w, (8, 5, 16), 0),
-  "examples that the axes do not divide": (lambda w, x: x @ w, (6, 5, 16), 0),
-  "no examples": (lambda w, x: x.sum(0) @ w, (8, 5, 16), 0),
-}
-
-
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 4, "tensor": 2}], ids=["one axis", "two axes"])
-@pytest.mark.parametrize(("product", "shape", "pinned"), PRODUCTS.values(), ids=PRODUCTS)
-def test_the_examples_of_a_product_with_a_parameter_stay_where_they_are(product, shape, pinned, axes):
-  """Operand and result are constrained in the dim of the examples, and the other dims are left to XLA."""
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())], explicit=False)
-  where = NamedSharding(mesh, jax.P("fsdp"))
-  gather = Gather.of({("w",): where}, ("fsdp",), mesh)
-  gathered = gather.on(product, lambda *_: [("w",), None])
-  traced = jax.make_jaxpr(gathered)(jnp.ones((16, 8)), jnp.ones(shape))
-  specs = [e.params["sharding"].spec for e in traced.eqns if e.primitive.name == "sharding_constraint"]
-  kept = [spec for spec in specs if jax.P.UNCONSTRAINED in spec]
-  assert len(kept) == 2 * pinned
-  assert all([axis for axis in spec if axis is not jax.P.UNCONSTRAINED] == ["fsdp"] for spec in kept)
-  assert len(specs) - len(kept) == ("tensor" in axes)  # the parameter, gathered
-  rng = np.random.default_rng(0)
-  w, x = rng.normal(size=(16, 8)).astype(np.float32), rng.normal(size=shape).astype(np.float32)
-  found = jax.jit(gathered)(jax.device_put(w, where), x)
-  np.testing.assert_allclose(found, product(w, x), rtol=1e-5, atol=1e-5)
 
 
 class Normed(nnx.Module):

@@ -226,22 +226,3 @@ def test_a_product_is_that_of_values_rounded_in_blocks(wide, form):
   expected = rounded(x) @ rounded(layer.kernel[...].T).T
   np.testing.assert_allclose(quantized(x), expected, rtol=1e-13)
   assert 0.01 < jnp.abs(expected - plain).max() / jnp.abs(plain).max() < 0.3
-
-
-@pytest.mark.slow
-@needs_qwix
-@quiet
-def test_rules_choose_layers_by_path(wide):
-  """The program has MXFP8 products of one block and NVFP4 products of the other, or none."""
-
-  def text(*rules):
-    plan = planned(blocked(rules) if rules else lambda: Blocks(nnx.Rngs(0)), EIGHT)
-    return nxp.train_step(squares).lower(plan, batch=nxp.shard_batch(batches()[0], plan)).as_text()
-
-  def kinds(program):
-    return {kind for kind in ("f8E4M3FN", "f4E2M1FN") if f"x{kind}>" in program}
-
-  first, last = blocked_rule("mxfp8", r"blocks/0/.*"), blocked_rule("nvfp4", r"blocks/1/.*")
-  assert kinds(text(first)) == {"f8E4M3FN"}
-  assert kinds(text(first, last)) == {"f8E4M3FN", "f4E2M1FN"}
-  assert not kinds(text())

@@ -473,37 +473,6 @@ def test_what_a_loss_may_not_return(result, message, fix, kind):
   assert "Tracer" not in str(error.value)
 
 
-class Table(nnx.Module):
-  """A look-up table and a scale that are in no Variable."""
-
-  def __init__(self, rngs):
-    self.table = jax.random.normal(jax.random.key(0), (4096, 8))
-    self.scale = np.float32(2.0) * np.ones(8, np.float32)
-    self.out = nnx.Linear(8, 4, rngs=rngs)
-
-  def __call__(self, tokens):
-    return self.out(self.table[tokens] * self.scale[None])
-
-
-def test_a_raw_array_is_an_argument_laid_out_as_planned():
-  mesh = nxp.make_mesh(fsdp=8)
-  plan = nxp.plan(lambda: Table(nnx.Rngs(0)), mesh, nxp.fsdp(min_size=64), optimizer=optax.sgd(0.1))
-  model, optimizer = placed(plan)
-  loss = lambda model, tokens: (model(tokens) ** 2).mean()
-  tokens = nxp.shard_batch(np.arange(16), plan)
-  alone = Table(nnx.Rngs(0))
-  step = nxp.train_step(loss)
-  assert float(step(model, optimizer, tokens)["loss"]) == pytest.approx(float(loss(alone, np.arange(16))))
-  program = step.compiled(model, optimizer, tokens).as_text()
-  assert "f32[512,8]" in program.split("\n")[0]
-  assert "f32[4096,8]" not in program
-  assert step.lower(plan, batch=tokens).as_text()
-  model.table = model.table * 2.0
-  before = float(nxp.eval_step(loss)(model, tokens)["loss"])
-  assert float(step(model, optimizer, tokens)["loss"]) == pytest.approx(before, rel=1e-5)
-  assert len(step.compiles) == 1
-
-
 @pytest.mark.parametrize(
   ("write", "message"),
   [
@@ -527,13 +496,6 @@ def test_a_plain_attribute_that_the_loss_function_writes_is_named(write, message
 
   with pytest.raises(nxp.errors.TrainError, match=message):
     nxp.train_step(loss)(model, optimizer, data(plan))
-
-
-def masked(model, batch):
-  weight = batch["w"]
-  error = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
-  pair = nxp.weighted((error * weight).sum(), weight.sum())
-  return pair, {"error": pair, "seen": weight.sum(), "per_example": error}
 
 
 @pytest.mark.cases(1)
@@ -570,21 +532,6 @@ def test_norms_of_complex_gradients_have_their_imaginary_part():
   wanted = optax.tree.norm(nnx.state(nnx.grad(loss)(Phases(), x)))
   assert float(found) == pytest.approx(float(wanted), rel=1e-6)
   assert float(optimizer.opt_state.norms[0]) == pytest.approx(float(wanted), rel=1e-6)
-
-
-def test_evaluation_leaves_the_module_alone():
-  plan, model, _ = make(Net)
-  evaluate = nxp.eval_step(masked, outputs=("per_example",), pairs=True)
-  batch = {**data(plan), "w": jnp.ones((16,))}
-  before = np.asarray(model.norm.mean.get_value())
-  metrics = evaluate(model, batch)
-  total, count = metrics["loss"]
-  assert float(count) == 16
-  assert np.isclose(float(total), float(metrics["per_example"].sum()), rtol=1e-5)
-  assert np.array_equal(before, np.asarray(model.norm.mean.get_value()))
-  model.eval()
-  evaluate(model, batch)
-  assert len(evaluate.compiles) == 2
 
 
 AUX = {

@@ -151,14 +151,3 @@ def test_a_nonfinite_step_changes_nothing(wrap, dtype):
   state = optimizer.opt_state
   state = state if hasattr(state, "total_notfinite") else state.inner
   assert int(state.total_notfinite[...]) == 2
-
-
-def test_bad_arguments():
-  with pytest.raises(nxp.errors.TrainError, match=r"decay=1.0 is not a weight of the past"):
-    nxp.with_ema(optax.sgd(0.1), 1)
-  with pytest.raises(nxp.errors.TrainError, match="max_consecutive=-1"):
-    nxp.skip_nonfinite(optax.sgd(0.1), -1)
-  tx = nxp.with_masters(optax.sgd(0.1))
-  state = tx.init({"a": jnp.ones(2)})
-  with pytest.raises(nxp.errors.TrainError, match="with_masters needs the parameters"):
-    tx.update({"a": jnp.ones(2)}, state)
