@@ -112,21 +112,6 @@ def test_evaluations_retention_and_the_best_step(tiny, capsys):
   assert len(kept) <= 2
 
 
-@pytest.mark.parametrize(
-  ("words", "message"),
-  [
-    (["--early-stop", "2"], "--early-stop needs --eval-every N"),
-    (["--keep", "2"], "--resume, --save-every and --keep need --checkpoint DIR"),
-    (["--profile", "9"], "argument --profile: '9' is not a window of steps, such as 10:12"),
-    (["--resume", "newest"], "argument --resume: 'newest' is not a step: a number, latest or best"),
-  ],
-)
-def test_flags_that_mean_nothing(tiny, capsys, words, message):
-  with pytest.raises(SystemExit):
-    cli.main(["train", tiny, *words])
-  assert message in capsys.readouterr().err
-
-
 def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
   assert cli.main(["train", tiny, "--text", "."]) == 1
   assert capsys.readouterr().err == (
@@ -134,20 +119,6 @@ def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
     "  neither its init() nor its batches() has an argument named text\n"
     "  Fix: leave --text out, or add the argument: def batches(start=0, *, split, text=None).\n"
   )
-
-
-def test_the_batch_and_the_seed_reach_the_recipe(tiny, capsys):
-  text = TINY.replace("def init():", "def init(seed=0):").replace("nnx.Rngs(0)", "nnx.Rngs(seed)")
-  text = text.replace('split="train"):', 'split="train", batch=16):').replace(", 16):", ", batch):")
-  Path("given.py").write_text(text.replace("(16, 8)", "(batch, 8)"))
-  common = ["train", "given.py", "--steps", "2", "--quiet"]
-  assert cli.main([*common, "--out", "plain"]) == 0
-  assert cli.main([*common, "--out", "same", "--batch", "16", "--seed", "0"]) == 0
-  assert cli.main([*common, "--out", "other", "--seed", "1", "--checkpoint", "ckpt"]) == 0
-  assert losses("plain") == losses("same") != losses("other")
-  assert cli.main([*common, "--batch", "32", "--steps", "3", "--checkpoint", "ckpt", "--resume"]) == 0
-  assert nxp.Checkpointer("ckpt").restore_extra("data")["samples"] == 2 * 16 + 32
-  assert "batch 16 -> 32" in capsys.readouterr().err
 
 
 def environment():

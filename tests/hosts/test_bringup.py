@@ -66,29 +66,6 @@ def test_the_gpus_of_a_process(variables, expected):
   assert bringup.visible_devices(variables) == expected
 
 
-SLURM = {"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-
-
-@pytest.mark.parametrize(
-  ("each", "backend", "wanted", "variables", "message"),
-  [
-    ({0: 4, 1: 4}, "gpu", None, {}, None),
-    ({0: 4}, "gpu", None, {}, "processes [1] have no gpu devices."),
-    ({0: 4, 1: 1}, "gpu", 4, {}, "processes [1] have [1] devices, not 4 (expected)."),
-    ({0: 1, 1: 1}, "gpu", None, SLURM, "Slurm gave this node 8 GPUs, but its 1 tasks see 1 each."),
-    ({0: 1, 1: 1}, "gpu", 1, SLURM, None),
-    ({0: 8, 1: 8}, "gpu", None, SLURM, None),
-    ({0: 1, 1: 1}, "cpu", None, SLURM, "Slurm gave this node 8 GPUs, but JAX sees none."),
-    ({0: 1, 1: 1}, "cpu", None, SLURM | {"JAX_PLATFORMS": "cpu"}, None),
-  ],
-)
-def test_the_devices_of_all_processes(each, backend, wanted, variables, message):
-  problem = bringup.device_problem(each, 2, backend, wanted, variables)
-  assert (problem and problem[0]) == message
-  if message and "tasks see" in message:
-    assert "srun --ntasks-per-node=8 --gpus-per-task=1" in problem[1]
-
-
 def called(*processes, timeout=10.0, calls=None):
   """What the roll call says to each of these, as (number, count)."""
   address = f"localhost:{free_port()}"

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.errors import ShardingError, TrainError
+from nnx_parallel.errors import ShardingError
 
 
 def _plan(rules=None, **axes):
@@ -108,28 +108,3 @@ def test_samples_are_read_in_the_background_and_threads_end_with_the_iterator():
   assert {index for thread, index in readers if thread == caller} == {0}
   stream.close()
   assert set(threading.enumerate()) <= before
-
-
-def _filtered():
-  return grain.MapDataset.source(Source(16)).filter(lambda sample: sample["id"] % 2 == 0)
-
-
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (lambda plan: nxp.batches(iter([1]), plan, batch=8), r"list_iterator has no samples by index"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=0), r"batches got batch=0\.\n  batch: .*, at least 1"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=8, last="raise"), r"last='raise'"),
-    (lambda plan: nxp.batches([], plan, start=8), r"start=8, last='drop' need the size of a batch"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=8, global_batch=True), r"has no meaning"),
-    (lambda plan: nxp.batches([1.0] * 9, plan, batch=8, last="pad"), r"sample 0 is not\.\n  a float: 1\.0"),
-    (lambda plan: list(nxp.batches(_filtered(), plan, batch=8)), r"sample 1 is None"),
-    (
-      lambda plan: list(nxp.batches([np.ones(2)] * 7 + [np.ones(3)], plan, batch=8)),
-      r"sample 7 has other arrays than sample 0, so they cannot form a batch\.\n  \{'sample': \(3,\)\}",
-    ),
-  ],
-)
-def test_what_makes_no_batches(call, message):
-  with pytest.raises(TrainError, match=message):
-    call(_plan())

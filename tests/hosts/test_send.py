@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.errors import ShardingError
 
 FIRST, LAST = jax.devices()[:4], jax.devices()[4:]
 X = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
@@ -58,26 +57,3 @@ def test_a_trainer_sends_its_weights_to_a_sampler(explicit):
       lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), values(trainer), values(sampler)
     )
   np.testing.assert_array_equal(jax.random.key_data(sampler.drop.rngs.key.get_value()), random)
-
-
-def test_errors():
-  mesh = nxp.make_mesh(data=8)
-  small, large = (nxp.create_sharded_model(lambda w=w: Net(w, 0), mesh) for w in (8, 16))
-  before = values(large)
-  message = r"3 Variables of the Net are not in the Net.\n  down.kernel: .*\[16,4\].* in the source .*\[8,4\]"
-  with pytest.raises(ShardingError, match=message):
-    nxp.parallel.send(small, large)
-  jax.tree.map(np.testing.assert_array_equal, values(large), before)
-  inside = "is a value inside a compiled program, and cannot be placed there"
-  with pytest.raises(ShardingError, match=f"batch {inside}"):
-    jax.jit(lambda x: nxp.parallel.send(x, nxp.plan(lambda: Net(8, 0), mesh)))(X)
-  with pytest.raises(ShardingError, match=f"kernel {inside}|bias {inside}"):
-    nnx.jit(lambda module: nxp.parallel.send(module, small))(small)
-  with pytest.raises(ShardingError, match=r"send\(source, to\) got a dict and a Mesh"):
-    nxp.parallel.send({"x": X}, mesh)
-  with pytest.raises(
-    ShardingError, match=r"send\(source, to\) got a Net and a Plan(.|\n)*reshard\(module, plan\)"
-  ):
-    nxp.parallel.send(small, nxp.plan(lambda: Net(8, 0), mesh))
-  with pytest.raises(ShardingError, match=r"cannot split|divide"):
-    nxp.parallel.send(X[:30], nxp.plan(lambda: Net(8, 0), mesh))

@@ -192,24 +192,6 @@ def test_stacked_layers_are_seen_through_scan():
   assert found["blocks.layers.0.bias"] == P(None, "tensor")
 
 
-def test_unused_and_odd_variables_do_no_harm():
-  class Net(MLP):
-    def __init__(self, rngs):
-      super().__init__(rngs, (16, 64, 16))
-      self.unused = nnx.Param(jnp.zeros((64, 64)))
-      self.dropout = nnx.Dropout(0.5, rngs=rngs)
-      self.scale = nnx.Param(jnp.ones(()))
-      self.steps = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-      self.steps[...] += 1
-      return self.dropout(super().__call__(x)) * self.scale[...]
-
-  found = specs(lambda: Net(nnx.Rngs(0)), FLOATS)
-  assert not any(found["unused"])
-  assert found["layers.0.kernel"] == P(None, "tensor")
-
-
 class Annotated(nnx.Module):
   """Names of both kinds on kernels; an activation has a name that no parameter has."""
 

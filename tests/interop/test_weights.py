@@ -76,27 +76,6 @@ def test_what_the_weight_map_leaves_over_is_an_error(tmp_path):
     Checkpointer(tmp_path).restore(plan, weight_map=wrong, optimizer="drop")
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_a_stack_of_another_depth_does_not_fit(tmp_path, depth):
-  class Deep(nnx.Module):
-    def __init__(self, depth):
-      rngs = nnx.Rngs(0)
-      self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs) for _ in range(depth)])
-
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, {"kernel": jnp.zeros((3, 16, 8)), "bias": jnp.zeros((3, 16))})
-  text = rf"shape    model/kernel: saved \(3, 16, 8\), wanted \({depth}, 16, 8\)"
-  with pytest.raises(CheckpointError, match=text):
-    checkpointer.restore(make_plan(lambda: Deep(depth), a=8), weight_map=UNSTACK, optimizer="drop")
-  checkpointer.save(2, Deep(3))
-  shapes = {"kernel": (depth, 16, 8), "bias": (depth, 16)}
-  sharding = jnp.zeros(3).sharding
-  target = {k: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for k, s in shapes.items()}
-  kind = {2: "extra", 4: "missing"}[depth]
-  with pytest.raises(CheckpointError, match=rf"{kind} +model/layers\.{min(depth, 3)}\.kernel"):
-    checkpointer.restore(target, 2, weight_map=STACK)
-
-
 def test_each_byte_of_a_list_is_read_once(tmp_path):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, *nxp.create_sharded_model(make_plan(Listed, a=8)))

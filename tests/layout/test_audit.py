@@ -1,7 +1,5 @@
 """Silent replication, and filters that match more or less than meant."""
 
-import warnings
-
 import jax
 import optax
 import pytest
@@ -44,24 +42,6 @@ def test_creation_can_warn_once_and_points_at_the_caller():
     " split dim 0 (1024)). print(plan.audit()) lists them; fsdp() at the end of the rules splits them,"
     " replicate() accepts them."
   )
-
-
-@pytest.mark.parametrize(
-  "rules",
-  [
-    nxp.replicate(),
-    nxp.fsdp(),
-    nxp.fsdp(min_size=2**30),
-    [nxp.PathRules([(".*", None)])],
-    [nxp.PathRules([(".*kernel", (None, None)), ("bias", None)])],
-  ],
-  ids=["replicate", "split", "below the threshold", "path rule", "names of None"],
-)
-def test_no_warning_where_a_rule_asks_for_it(rules):
-  plan = nxp.plan(big, nxp.make_mesh(data=2, fsdp=4), rules)
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    assert not plan.warn_replicated()
 
 
 @pytest.mark.parametrize(

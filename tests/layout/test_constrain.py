@@ -137,17 +137,6 @@ def test_scopes_nest_and_end():
   assert constrain(X, "batch", "embed") is X
 
 
-def test_a_plan_is_a_scope():
-  def init():
-    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-
-  mesh = nxp.make_mesh(data=2, fsdp=4)
-  with nxp.plan(init, mesh, nxp.fsdp()).scope():
-    assert spec(constrain(X, "batch", None)) == P(("data", "fsdp"), None)
-  with nxp.plan(init, mesh, LogicalRules(batch=None, embed="fsdp")).scope():
-    assert spec(constrain(X, "batch", "embed")) == P(None, "fsdp")
-
-
 SEEN = []
 
 

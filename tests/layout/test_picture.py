@@ -44,16 +44,3 @@ def test_the_blocks_are_those_of_jax(case):
     told = [":" if w else f"{p.start}:{p.stop}" for w, p in zip(whole, slices, strict=True)]
     assert held[device.id] == f"[{', '.join(told)}]"
   assert len(held) == 8
-
-
-def test_a_picture_names_the_array_its_sides_and_every_device():
-  picture = plan_of((8, 8), ("x", "y"), nxp.make_mesh(x=4, y=2)).picture("w")
-  assert picture.splitlines() == [
-    "w  float32[8,8]  (x, y), 32 B per device on mesh x=4 x y=2",
-    "in each block: its devices; to the right: dim 1 over y",
-    "dim 0 over x  0:4  4:8",
-    "0:2           0    1",
-    "2:4           2    3",
-    "4:6           4    5",
-    "6:8           6    7",
-  ]

@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as Spec
@@ -10,7 +9,6 @@ from jax.sharding import PartitionSpec as Spec
 import nnx_parallel as nxp
 from layout.models import Block
 from nnx_parallel.create.constructor import unsharded
-from training import other_notes, run_steps
 
 DEPTH = 4
 
@@ -75,7 +73,6 @@ def test_the_stacked_dim_is_carried_by_name():
 SHIFTED = "nxp.PathRules([('down.kernel', {}), ('up.kernel', {})], strict=False)".format(
   (None, "mlp", "embed"), (None, "embed", "mlp")
 )
-UNNAMED = nxp.LogicalRules(embed="fsdp", mlp="tensor", batch="fsdp")
 
 
 def test_a_stack_whose_names_did_not_follow_is_noted_with_the_rules_that_shift_them():
@@ -86,36 +83,6 @@ def test_a_stack_whose_names_did_not_follow_is_noted_with_the_rules_that_shift_t
     f" nnx.vmap, add {SHIFTED}, or name the new dim by nnx.transform_metadata(partition='layers') below"
     " nnx.vmap, or by its transform_metadata={nnx.PARTITION_NAME: 'layers'}",
   )
-
-
-def test_the_noted_rules_shift_the_names_of_the_parameters_and_of_the_optimizer():
-  mesh, init = nxp.make_mesh(fsdp=2, tensor=4), stacked(transform_metadata=False)
-  plan = nxp.plan(init, mesh, [UNNAMED, eval(SHIFTED)], optimizer=optax.adam(1e-2))
-  assert plan["up.kernel"].spec == Spec(None, "fsdp", "tensor")
-  assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == Spec(None, "fsdp", "tensor")
-  assert other_notes(plan) == ()
-  assert "its metadata ('embed', 'mlp') does not name all dims; path rule 'up.kernel'" in plan.explain(
-    "up.kernel"
-  )
-
-  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-  def through(x, layer):
-    return layer(x)
-
-  def loss(model, x):
-    return (through(x, model) ** 2).mean()
-
-  losses = []
-  for made in (
-    plan,
-    nxp.plan(
-      init, nxp.make_mesh(fsdp=1, tensor=1, devices=jax.devices()[:1]), UNNAMED, optimizer=optax.adam(1e-2)
-    ),
-  ):
-    run = run_steps(made, loss, [np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)] * 3)
-    losses.append(run.losses)
-    nxp.check_layout(run.model, made, optimizer=run.optimizer)
-  np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_a_stack_that_does_not_divide_is_an_error_with_the_rule_that_shifts():

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.loop.fit import resume_from
@@ -277,24 +276,6 @@ def test_a_signal_saves_the_step_and_ends_the_run(tmp_path, capfd, number):
   finally:
     signal.signal(number, before)
   assert of_losses(ended) | of_losses(rest) == straight
-
-
-def test_the_plan_says_what_names_of_activations_mean():
-  found = []
-
-  def constrained(model, x):
-    x = nxp.constrain(x, "batch", None)
-    jax.debug.inspect_array_sharding(x, callback=found.append)
-    return loss_fn(model, x)
-
-  def run(step):
-    return nxp.fit(step, *objects(), endless, steps=1, plan=plan(), progress=False)
-
-  run(nxp.train_step(constrained))
-  assert found.pop().is_equivalent_to(NamedSharding(plan().mesh, P(("data", "fsdp"))), 2)
-  with nxp.use_rules(nxp.LogicalRules(batch="fsdp"), plan().mesh):  # the caller's hold
-    run(nxp.train_step(constrained))
-  assert found.pop().is_equivalent_to(NamedSharding(plan().mesh, P("fsdp")), 2)
 
 
 def test_what_it_shows(capsys):

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layers.remat import REMATS
 from train import models
 from train.models import RULES
 from training import placed
@@ -62,27 +61,6 @@ def rows(examples=64):
 
 def batch_of(plan, examples=64):
   return nxp.shard_batch(rows(examples), plan)
-
-
-@pytest.mark.slow
-def test_a_policy_holds_within_each_layer():
-  """Each layer is recomputed behind a barrier of its own; of the whole loss, there would be one."""
-  plan = plan_on(Layer, data=1, fsdp=8, tensor=1)  # on one axis there are no other barriers
-
-  def counts(remat):
-    text = nxp.train_step(loss_fn, remat=remat, scan_layers=False).lower(plan, batch=batch_of(plan)).as_text()
-    return text.count("stablehlo.dot_general"), text.count("optimization_barrier")
-
-  found = {remat: counts(remat) for remat in REMATS}
-  products, _ = found["none"]
-  again = products + DEPTH  # the first product of each layer; nothing needs the second again
-  assert found == {
-    "as written": (products, 0),
-    "none": (products, 0),
-    "dots": (products, DEPTH),
-    "full": (again, DEPTH),
-    "offload": (again, DEPTH),
-  }
 
 
 NO_LAYER = (

@@ -258,21 +258,6 @@ def test_examples_that_depend_on_each_other_are_no_alarm():
   assert found.loss_verdict == "right"
 
 
-@pytest.mark.slow
-def test_what_forward_mode_cannot_do_is_said():
-  @jax.custom_vjp
-  def tanh(x: jax.Array) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.pure_callback(np.tanh, shape, x, vmap_method="sequential")
-
-  tanh.defvjp(lambda x: (tanh(x), x), lambda x, g: (2 * g * (1 - jnp.tanh(x) ** 2),))
-  found = check(lambda: Block(None, tanh))
-  assert {look.verdict for look in found.comparisons} == {"not decided"}
-  assert found.loss_verdict == "not decided"
-  assert "4 leaves are not decided" in found.summary
-  assert "not checked: the gradients: forward mode cannot compute this loss: Pure callbacks" in found.summary
-
-
 def test_gradient_that_is_not_finite_is_wrong():
   found = check(lambda: Block(None, lambda x: jnp.sqrt(x * 0)))
   assert not found
