@@ -21,7 +21,7 @@ pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test explicit test-all quick guides site package store lint format types bench torture soak fuzz seams upgrades nightly setup setup-lint setup-site setup-package setup-store clean
+.PHONY: help demo test explicit test-all quick guides site package release store lint format types bench torture soak fuzz seams upgrades nightly setup setup-lint setup-site setup-package setup-store clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -52,6 +52,9 @@ site: setup-site  ## the site, build/site/guides/index.html, from the guides and
 
 package: setup-package  ## builds the wheel and sdist, checks them, and tries them in empty environments; publishes nothing
 	@$(bin)/python tools/package.py
+
+release: setup-package  ## checks VERSION=..., builds and tries it as `make package`; stops before the upload
+	@$(bin)/python tools/release.py $(VERSION)
 
 store: setup-store  ## checkpoints on an emulated object store: its tests, and their time at 40 ms a request
 	@$(bin)/python -m pytest tests/checkpoint/test_emulated_store.py $(PYTEST_ARGS)

@@ -574,15 +574,18 @@ class Call:
         keywords[p.name] = x
       else:
         args.append(x)
+    returned = False
     try:
       with jax.set_mesh(MESH()) if self.name.startswith("parallel.") else contextlib.nullcontext():
         result = (inside if self.name in MANUAL else apply)(function, args, keywords)
+      returned = True
       if self.name in USED:
         USED[self.name](result)
       elif isinstance(result, Iterator) and result is not odd:
         next(result, None)
-    except NnxParallelError:
-      return "ours"
+    except NnxParallelError as error:
+      frames = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+      return "ours" if frames[-1] == __name__ or returned else f"ours, below {frames[-1]}"
     except AssertionError:
       return "works" if self.name.startswith("testing.") else "AssertionError"  # it is for tests
     except Exception as error:  # noqa: BLE001
@@ -602,6 +605,7 @@ def here(tmp_path, monkeypatch):
   """A folder for the files that odd names make, and jax's settings as they were."""
   monkeypatch.chdir(tmp_path)
   kept = {name: getattr(jax.config, name) for name in SETTINGS}
+  jax.config.update("jax_traceback_filtering", "auto")
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     yield
@@ -610,6 +614,7 @@ def here(tmp_path, monkeypatch):
 
 
 SETTINGS = (
+  "jax_traceback_filtering",
   "jax_compilation_cache_dir",
   "jax_enable_compilation_cache",
   "jax_persistent_cache_min_compile_time_secs",

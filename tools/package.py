@@ -120,10 +120,10 @@ def first_minutes(python: str | Path, wheel: Path, sdist: Path, folder: Path) ->
   step("make demo", python, ROOT / "tools/demo.py", show="^restored on .*")
 
 
-def main() -> None:
+def main(pythons: list[str]) -> None:
   wheel, sdist = build()
   check_files(wheel, sdist)
-  found = sys.argv[1:] or [line.split()[1] for line in run([ROOT / ".ci" / "pythons"]).splitlines()]
+  found = pythons or [line.split()[1] for line in run([ROOT / ".ci" / "pythons"]).splitlines()]
   for python in found:
     print(run([python, "--version"]).strip(), flush=True)
     with tempfile.TemporaryDirectory(prefix="nnx-parallel-") as folder:
@@ -132,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  main(sys.argv[1:])

@@ -8,7 +8,6 @@ import datetime
 import json
 import math
 import operator
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,8 @@ from nnx_parallel.checkpoint import manifest, restore
 from nnx_parallel.checkpoint.damage import damage
 from nnx_parallel.checkpoint.manifest import Header, Manifest
 from nnx_parallel.checkpoint.storage import Storage
-from nnx_parallel.errors import CheckpointError, NnxParallelWarning
+from nnx_parallel.core.checked import warn
+from nnx_parallel.errors import CheckpointError
 
 policies = ocp.training.preservation_policies
 PreservationPolicy = policies.PreservationPolicy
@@ -127,7 +127,7 @@ class Catalog(Storage):
         why = f"step {step}, which need not be kept, could not be removed"
         self.delete(step, aside=aside)
     except OSError as error:
-      warnings.warn(f"step {saved} is saved, but {why}: {error}", stacklevel=2)
+      warn(f"step {saved} is saved, but {why}: {error}")
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The step that a number, `"latest"` (also None) or `"best"` means; reading the latest may raise."""
@@ -163,7 +163,7 @@ class Catalog(Storage):
     """Checks that a step can be saved; sets aside the steps that a run resumed from `resumed` left."""
     if resumed is not None and (aside := self.set_aside(resumed)):
       why = f"the run continues from step {resumed}, so the later steps {aside} in {self.directory} were"
-      warnings.warn(f"{why} set aside (as N.nnx-aside).", NnxParallelWarning, stacklevel=2)
+      warn(f"{why} set aside (as N.nnx-aside).")
     self.check_place(step)
     steps = self.steps()
     where, newest = self.directory, max(steps, default=-1)

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
@@ -31,7 +30,7 @@ from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core import together as multihost
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, warn
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import PyTree
@@ -603,7 +602,7 @@ class Checkpointer:
           older = multihost.decided(functools.partial(self._steps.older, number))
         if not older:
           raise
-        warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=4)
+        warn(f"step {number} was passed over: {error.what}")
         number = older.pop()
       else:
         self.restored, self._restored_step = record, number

@@ -9,12 +9,12 @@ import os
 import socket
 import threading
 import uuid
-import warnings
 from collections.abc import Generator
 
 from etils import epath
 
-from nnx_parallel.errors import CheckpointError, NnxParallelWarning
+from nnx_parallel.core.checked import warn
+from nnx_parallel.errors import CheckpointError
 
 LOCK = ".nnx_parallel.lock"
 # The errors of flock on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
@@ -94,11 +94,9 @@ def _locked(path: epath.Path) -> io.FileIO:
     if error.errno not in _NO_LOCKS:
       file.close()
       raise
-    warnings.warn(
+    warn(
       f"{path.parent} has no file locks ({error.strerror}), so nothing stops a second job from writing there."
-      "  Fix: let one job write to it; Lustre has locks when it is mounted with flock.",
-      NnxParallelWarning,
-      stacklevel=3,
+      "  Fix: let one job write to it; Lustre has locks when it is mounted with flock."
     )
   file.truncate(0)
   file.write(f"{_me()}\n".encode())

@@ -12,7 +12,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import warnings
 from collections.abc import Iterable
 
 import fsspec.config
@@ -20,6 +19,7 @@ import fsspec.core
 from etils import epath
 
 from nnx_parallel.checkpoint import manifest
+from nnx_parallel.core.checked import warn
 from nnx_parallel.errors import CheckpointError
 
 SAVING, REPLACED, DELETING, ASIDE = ".nnx-saving", ".nnx-replaced", ".nnx-deleting", ".nnx-aside"
@@ -224,7 +224,7 @@ def _removed(folder: epath.Path) -> bool:
   try:
     _remove(folder)
   except OSError as error:
-    warnings.warn(f"{folder}, left by an earlier save, could not be removed: {error}", stacklevel=4)
+    warn(f"{folder}, left by an earlier save, could not be removed: {error}")
     return False
   return True
 

@@ -6,12 +6,14 @@ Nothing here imports jax: help and usage errors come at once, and a command can 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
 from nnx_parallel.cli import checkpoints, compile, launch, new, plan, search, train
 from nnx_parallel.errors import NnxParallelError
@@ -19,9 +21,18 @@ from nnx_parallel.errors import NnxParallelError
 OK, FAILED, INTERRUPTED, CUT_SHORT = 0, 1, 130, 141  # argparse ends with 2; options.NO is 3
 
 
+class _Parser(argparse.ArgumentParser):
+  """Proposes the nearest command for one that does not exist (Python 3.14 has `suggest_on_error=`)."""
+
+  def error(self, message: str) -> NoReturn:
+    words = re.findall(r"'([\w-]+)'", message)
+    near = difflib.get_close_matches(words[0], words[1:], 1) if "invalid choice" in message else []
+    super().error(message + (f". Fix: did you mean {near[0]}?" if near else ""))
+
+
 def make_parser() -> argparse.ArgumentParser:
   """The parser of all commands, with the commands for newcomers first."""
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     prog="nnx-parallel",
     description="Parallelism for Flax NNX: any module, any mesh, one plan.",
     epilog="Start here: nnx-parallel plan text_lm --mesh data=2,fsdp=2,tensor=2\n"

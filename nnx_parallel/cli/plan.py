@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
   elif args.explain is not None:
     print(plan.explain(args.explain))
   else:
+    if memory is not None and asked:
+      print_text(f"{memory.verdict}\n")  # the question of most readers; the tables below have the numbers
     plan.show()
     if audit := plan.audit():
       print_text(f"\n{audit}")

@@ -1,4 +1,4 @@
-"""Refuses arguments of public functions that are not what their annotations say, before anything runs."""
+"""The edge of public functions: what their arguments may be, and what of a traceback a user sees."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import reprlib
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ from flax import nnx
 from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import with_article
-from nnx_parallel.errors import NnxParallelError
+from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,7 +87,54 @@ def _wrapped(
         bound.arguments[name] = _as_python(value, kind if isinstance(kind, tuple) else (kind,))
     return function(*bound.args, **bound.kwargs)
 
-  return wrapper
+  return shorten_traceback(wrapper)
+
+
+def shorten_traceback(function: F) -> F:
+  """Makes our errors end at the call of a function, or of a class: of the frames below, the user's stay.
+
+  A message says what failed and where; ten frames of this package and of jax above it say nothing to a user.
+  `JAX_TRACEBACK_FILTERING=off` shows them all, as for errors of jax.
+  """
+  if inspect.isclass(function):
+    made: Any = function
+    made.__init__ = shorten_traceback(made.__init__)
+    return made
+
+  @functools.wraps(function)
+  def call(*args: Any, **keywords: Any) -> Any:
+    try:
+      return function(*args, **keywords)
+    except NnxParallelError as error:
+      if jax.config.jax_traceback_filtering != "off":
+        error.__traceback__ = _frames_of_user(error.__traceback__)
+      raise
+
+  return call  # pyright: ignore[reportReturnType]
+
+
+def _frames_of_user(trace: types.TracebackType | None) -> types.TracebackType | None:
+  if trace is None:
+    return None
+  rest = _frames_of_user(trace.tb_next)
+  if _is_hidden(trace.tb_frame):
+    return rest
+  return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def warn(message: str) -> None:
+  """Warns (`NnxParallelWarning`) at the user's line: the last frame that a traceback of ours would show."""
+  frame, level = inspect.currentframe(), 0
+  while frame is not None and _is_hidden(frame):
+    frame, level = frame.f_back, level + 1
+  warnings.warn(message, NnxParallelWarning, stacklevel=level + 1)
+
+
+def _is_hidden(frame: types.FrameType) -> bool:
+  return frame.f_globals.get("__name__", "").split(".")[0] in _HIDDEN
+
+
+_HIDDEN = frozenset(("concurrent", "contextlib", "flax", "functools", "jax", "nnx_parallel", "threading"))
 
 
 def _values(value: Any, parameter: inspect.Parameter) -> Iterable[Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from nnx_parallel.core.checked import shorten_traceback
 from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import MeshError
@@ -53,6 +54,7 @@ def _reduced(mesh: Mesh) -> tuple[Any, ...]:
 copyreg.pickle(Mesh, _reduced)
 
 
+@shorten_traceback
 def make_mesh(
   axes: Mapping[str, int] | None = None,
   *names: object,
@@ -101,6 +103,7 @@ def make_mesh(
   return Mesh(_arrange(shape, dcn_shape, devices), tuple(shape), axis_types=types)
 
 
+@shorten_traceback
 def abstract_mesh(
   axes: Mapping[str, int] | None = None, *names: object, explicit: Explicit = False, **sizes: int
 ) -> AbstractMesh:
@@ -249,6 +252,7 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
   return {str(name): int(size) for name, size in mesh.shape.items()}
 
 
+@shorten_traceback
 def describe_mesh(mesh: AnyMesh) -> str:
   """Describes a mesh, and says which axes stay within one host or slice.
 

@@ -148,7 +148,7 @@ def create_sharded_model(
     )
   else:
     plan, traces = plan_with_traces(init, mesh, rules, **options)
-  plan.warn_replicated(stacklevel=4)
+  plan.warn_replicated()
   return instantiate(plan, construct(plan, compile, traces))
 
 

@@ -11,14 +11,13 @@ import socket
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import finish_saves, report_lost
-from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.errors import HostError, NnxParallelWarning
+from nnx_parallel.core.checked import check_arguments, warn
+from nnx_parallel.errors import HostError
 from nnx_parallel.hosts.rollcall import roll_call
 
 # If one of these is set, several processes were meant to start.
@@ -238,11 +237,9 @@ def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
 def _warn_without_srun() -> None:
   tasks = os.environ.get("SLURM_NTASKS", "1")
   if tasks != "1" and "SLURM_STEP_NODELIST" not in os.environ:
-    warnings.warn(
+    warn(
       f"this Slurm job has {tasks} tasks, but this process runs alone: srun did not start it."
-      "  Fix: srun python train.py",
-      NnxParallelWarning,
-      stacklevel=4,
+      "  Fix: srun python train.py"
     )
 
 

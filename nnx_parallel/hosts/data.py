@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
 
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, shorten_traceback
 from nnx_parallel.core.mesh import axis_sizes, no_mesh
 from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
@@ -24,6 +24,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
 
+@shorten_traceback
 @no_mesh()  # another order of its devices would be refused (jax 0.10)
 def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyTree:
   """Places one batch on the devices. The `batch` rule shards dim 0 of each array.

@@ -26,7 +26,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.checked import check_arrays
+from nnx_parallel.core.checked import check_arrays, shorten_traceback
 from nnx_parallel.core.given import is_count
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Names, Path, array_leaves, is_rng, names_of, path_str, value_of, variables
@@ -45,6 +45,7 @@ _TENSOR_AXES = ("tensor", "model", "tp", "mp")
 _FSDP_AXES = ("fsdp", "data", "dp")
 
 
+@shorten_traceback
 def infer_rules(
   init: Callable[[], nnx.Module] | nnx.Module,
   mesh: AnyMesh,

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from nnx_parallel.core.checked import shorten_traceback
 from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.jaxprs import is_inexact
 from nnx_parallel.errors import TrainError
@@ -24,6 +25,7 @@ _INPUT = "layer input"
 """The name of the arrays that `"offload"` moves to host memory."""
 
 
+@shorten_traceback
 @dataclasses.dataclass(frozen=True)
 class Remat:
   """Which activations the layers of a model save for the backward pass, and which layers.

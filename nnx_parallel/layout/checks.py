@@ -170,6 +170,22 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list
   return notes + [f"path rule {rule.pattern!r} matches nothing" for rule in required if id(rule) not in fired]
 
 
+def check_use(
+  rows: Iterable[LeafPlan], rules: RuleSet, batch: Sequence[str], mesh: Mapping[str, int]
+) -> list[str]:
+  """Notes on logical rules whose names no array has, and on mesh axes that nothing mentions."""
+  rows = [*rows]
+  named = {name for row in rows for name in axes_in(row.names or ())}
+  splits = {name: {axis for option in rule for axis in option} for name, rule in rules.logical.items()}
+  ours = {"batch", "seq", *rules.optional}  # of inputs and activations, and of presets for many models
+  unread = [name for name, axes in splits.items() if axes and name not in named | ours]
+  notes = [f"no array of the model has these names, so their rules act on activations only: {few(unread)}"]
+  said = {*batch}.union(*splits.values(), *(axes_in(row.spec) for row in rows))
+  idle = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in said]
+  work = f"no array and no rule uses {few(idle)}: these devices repeat the same work, unless an option of"
+  return notes * bool(unread) + [f"{work} the step (pipeline=) or a layer uses them"] * bool(idle)
+
+
 def _other_keys(leaf: Leaf) -> list[str]:
   metadata: Mapping[str, Any] = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
   return [f"{key}={metadata[key]!r}" for key in sorted(OTHER_KEYS & metadata.keys())]

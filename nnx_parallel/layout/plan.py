@@ -235,20 +235,16 @@ class Plan(PlanTable, Generic[R]):
     """
     return audit.audit(self, min_bytes=min_bytes)
 
-  @check_arguments(PlanError)
-  def warn_replicated(self, *, stacklevel: int = 2) -> bool:
+  def warn_replicated(self) -> bool:
     """Warns once about large parameters that are replicated without a rule.
 
     There is no warning for a parameter that a rule replicates (with `None`, `replicate()` or the threshold of
     `fsdp()`), although `audit` lists this parameter.
 
-    Args:
-      stacklevel: as in `warnings.warn`; 2 points at the caller of this method.
-
     Returns:
       Whether there was a reason to warn.
     """
-    return audit.warn_replicated(self, stacklevel=stacklevel + 2)  # `check_arguments` has a frame
+    return audit.warn_replicated(self)
 
   @check_arguments(PlanError)
   def diff(self, other: Plan[Any]) -> PlanDiff:

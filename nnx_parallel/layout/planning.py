@@ -15,6 +15,7 @@ from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.checked import shorten_traceback
 from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit, no_mesh
@@ -29,6 +30,7 @@ from nnx_parallel.layout.checks import (
   check_names,
   check_rules,
   check_tables,
+  check_use,
 )
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
@@ -89,6 +91,7 @@ def plan(
 ) -> Plan: ...
 
 
+@shorten_traceback
 def plan(
   init: Callable[[], nnx.Module],
   mesh: AnyMesh,
@@ -188,7 +191,12 @@ def plan_with_traces(
     mesh=mesh,
     rules=ruleset,
     leaves=(*rows, *state),
-    notes=tuple(notes + _notes(traces, rows, batch, given) + without_effect),
+    notes=tuple(
+      notes
+      + _notes(traces, rows, batch, given)
+      + without_effect
+      + check_use((*rows, *state), ruleset, batch or (), given.sizes)
+    ),
     layers=tuple(map(str, find_layers(model.node))),
     zero=zero,
     init=init,

@@ -203,7 +203,7 @@ def _refusal(array: _Array, dim: int, option: Candidate, used: Mapping[str, str]
 def _undivided(array: _Array, dim: int, name: str, option: Candidate) -> ShardingError:
   size, shards = array.shape[dim], array.ways(option)
   # A path rule may name the mesh axis itself.
-  other = "None in its rule" if name in array.mesh else f"rules.replace({show_rule(name, None)})"
+  other = "None in its rule" if name in array.mesh else f"RuleSet.of(rules).replace({show_rule(name, None)})"
   return ShardingError(
     f"cannot shard {array.path}: dim {dim} ({name!r}) has length {size}, which {shards} shards cannot split"
     " evenly.",
@@ -308,10 +308,11 @@ def extend_spec(
   """Gives the axes of an `fsdp` fallback to an array, as `add_axes`; also returns the reason."""
   missing = [axis for axis in fallback.axes if axis not in mesh]
   if missing:
+    near = difflib.get_close_matches(missing[0], [*mesh], 1)
     raise ShardingError(
       f"{fallback} needs the mesh axis {missing[0]!r}, which is not in the mesh.",
       details=f"mesh {dict(mesh)}",
-      fix=f"fsdp({next(iter(mesh))!r}), or add {missing[0]}=... to the mesh.",
+      fix=f"fsdp({(near or [*mesh])[0]!r}), or add {missing[0]}=... to the mesh.",
     )
   taken = {*axes_in(spec)}
   left = tuple(axis for axis in fallback.axes if axis not in taken)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
@@ -12,9 +11,9 @@ from flax import nnx
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.targets import Only
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, warn
 from nnx_parallel.core.types import AnyMetrics, Model, Optimizers, PyTree
-from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
+from nnx_parallel.errors import CheckpointError, TrainError
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.progress import StepProgress
@@ -36,10 +35,8 @@ def resume_from(
   number = found.step
   data: Any = checkpointer.restore_extra("data") if "data" in found.extra else None
   if not isinstance(data, dict) or not isinstance(data.get("samples"), int):  # pyright: ignore[reportUnknownMemberType]
-    warnings.warn(
-      f"step {number} in {checkpointer.directory} has no data cursor, so the data starts at its beginning.",
-      NnxParallelWarning,
-      stacklevel=2,
+    warn(
+      f"step {number} in {checkpointer.directory} has no data cursor, so the data starts at its beginning."
     )
     data = {"samples": 0}
   return restored, Position(number, data["samples"], data.get("stop", {}))

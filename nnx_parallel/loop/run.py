@@ -12,7 +12,6 @@ import math
 import numbers
 import os
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,13 +23,14 @@ from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.targets import Only, saved_roots
+from nnx_parallel.core.checked import warn
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.processes import Exchange
 from nnx_parallel.core.text import not_counted, with_article
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.create.relayout import on_auto_axes
-from nnx_parallel.errors import NnxParallelWarning, TrainError
+from nnx_parallel.errors import TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.hosts.stop import StopSignals
@@ -551,10 +551,8 @@ def _flops(step: Any, model: Model, optimizer: Optimizers, batch: PyTree) -> flo
     return math.nan
   found = cost(step.compiled(model, optimizer, batch).as_text() or "")
   if found.uncounted:
-    warnings.warn(
+    warn(
       f"the recorded mfu is too low. {not_counted(found.uncounted)}\n"
-      "  Fix: fit(..., flops=...), for one device.",
-      NnxParallelWarning,
-      stacklevel=6,
+      "  Fix: fit(..., flops=...), for one device."
     )
   return float(found.flops)

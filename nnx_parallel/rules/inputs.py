@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnx_parallel.core.axes import Entry
+from nnx_parallel.core.checked import shorten_traceback
 from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
 
 
+@shorten_traceback
 class InputRules:
   """Rules for the shardings of inputs, by the rank of the array. Scalars are always replicated.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nnx_parallel.core.axes import entry_of
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, shorten_traceback
 from nnx_parallel.core.given import is_one_of
 from nnx_parallel.errors import ShardingError
 
@@ -28,6 +28,7 @@ class First(tuple[Any, ...]):
     return f"LogicalRules.first({', '.join(map(repr, self))})"
 
 
+@shorten_traceback
 class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   """Rules that map logical names to mesh axes. A name may have several candidates, in order of preference.
 
@@ -111,6 +112,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     return First(candidates)
 
   @classmethod
+  @shorten_traceback
   def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
     """Reads the rules of Flax Linen. A repeated name adds a candidate; unknown names get no axis.
 

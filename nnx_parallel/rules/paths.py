@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.checked import shorten_traceback
 from nnx_parallel.core.given import are_texts
 from nnx_parallel.core.nodes import Names, Path, path_str
 from nnx_parallel.core.text import number_pattern
@@ -33,6 +34,7 @@ def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
   return part(window) if isinstance(window, str) else tuple(map(part, window))
 
 
+@shorten_traceback
 class PathRules:
   r"""Rules that give names to parameters without annotations, by their paths. The first match wins.
 
@@ -87,6 +89,7 @@ class PathRules:
         )
       seen[rule.pattern] = rule
 
+  @shorten_traceback
   def match(self, path: Path) -> PathRule | None:
     """Returns the first rule that matches a path, or None.
 

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, shorten_traceback
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import Fallback, replicate
@@ -45,6 +45,7 @@ class RuleSet:
   optional: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
   @classmethod
+  @shorten_traceback
   def of(cls, rules: Rules) -> RuleSet:
     """Makes a `RuleSet` from the `rules` argument of `plan`.
 
@@ -174,7 +175,7 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
     raise ShardingError(
       f"logical name {name!r} has two rules.",
       details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
-      fix=f"keep one, or change it with rules.replace({show_rule(name, ...)}).",
+      fix=f"keep one, or change it with RuleSet.of(rules).replace({show_rule(name, ...)}).",
     )
   unknown = "replicate" if "replicate" in (first.unknown, second.unknown) else "error"
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})

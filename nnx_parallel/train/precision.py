@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,10 +14,10 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, warn
 from nnx_parallel.core.nodes import path_str, value_of
 from nnx_parallel.core.types import Leaf, Model
-from nnx_parallel.errors import NnxParallelWarning, TrainError
+from nnx_parallel.errors import TrainError
 from nnx_parallel.train.loss_scale import with_loss_scale
 from nnx_parallel.train.wrappers import with_masters
 
@@ -183,20 +182,16 @@ class Precision:
     if self.masters:
       tx = with_masters(tx)
     elif self._low:
-      warnings.warn(
+      warn(
         f"training {self.parameters} parameters without float32 masters loses updates below 1/512 of a"
-        " parameter. Fix: Precision.bfloat16_parameters(masters=True)",
-        NnxParallelWarning,
-        stacklevel=3,
+        " parameter. Fix: Precision.bfloat16_parameters(masters=True)"
       )
     if self.loss_scale:
       return with_loss_scale(tx)
     if jnp.float16 in (self.parameters, self.compute):
-      warnings.warn(
+      warn(
         "float16 without a loss scale loses gradients below 6e-8."
-        " Fix: Precision.float16(), or loss_scale=True",
-        NnxParallelWarning,
-        stacklevel=3,
+        " Fix: Precision.float16(), or loss_scale=True"
       )
     return tx
 

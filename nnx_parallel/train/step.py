@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, shorten_traceback
 from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.nodes import named_leaves
@@ -154,6 +154,7 @@ class TrainStep(_Step):
     super().__init__(options)
     self.reduction = ""
 
+  @shorten_traceback
   def __call__(
     self,
     model: Model,
@@ -208,6 +209,7 @@ class TrainStep(_Step):
         few(unplanned),
       )
 
+  @shorten_traceback
   def lower(
     self, model: Model, optimizer: Optimizers = None, batch: PyTree = None, **constants: Hashable
   ) -> jax.stages.Lowered:
@@ -318,6 +320,7 @@ class EvalStep(_Step):
     layers: as for a train step.
   """
 
+  @shorten_traceback
   def __call__(self, model: Model, batch: PyTree, *more: PyTree, **constants: Hashable) -> Metrics:
     """Evaluates one batch. The module does not change, even if the loss function edits it.
 
@@ -340,6 +343,7 @@ class EvalStep(_Step):
     return metrics
 
 
+@shorten_traceback
 def train_step(
   loss_fn: LossFn | Mapping[Any, LossFn],
   *,
@@ -471,6 +475,7 @@ def train_step(
   return TrainStep(options)
 
 
+@shorten_traceback
 def eval_step(
   loss_fn: LossFn,
   *,

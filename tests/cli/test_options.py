@@ -8,6 +8,7 @@ import pytest
 
 from nnx_parallel import cli
 from nnx_parallel.cli import options
+from nnx_parallel.cli.command import make_parser
 from nnx_parallel.errors import MeshError
 from nnx_parallel.loop.loader import Recipe
 
@@ -58,6 +59,7 @@ def test_devices_that_the_mesh_does_not_fill(sizes, devices, needed):
 SCRIPT = """
 import jax
 from nnx_parallel.cli import options
+from nnx_parallel.cli.command import make_parser
 options.start_devices({sizes}, {devices})
 print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
 """
@@ -82,6 +84,16 @@ def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devic
     check=False,
   )
   assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "compile", "train"])
+def test_another_remat_policy_is_refused(command, capsys):
+  with pytest.raises(SystemExit):
+    make_parser().parse_args([command, "text_lm", "--remat", "some"])
+  assert "argument --remat: invalid choice: 'some' (choose from" in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    make_parser().parse_args(["trian"])
+  assert capsys.readouterr().err.endswith("Fix: did you mean train?\n")
 
 
 def test_a_page_makes_its_folder_and_is_named(tmp_path, capsys):

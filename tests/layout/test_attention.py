@@ -52,4 +52,5 @@ def test_mesh_axes_that_were_passed_on_are_noted():
   assert other_notes(made) == (
     "attn.out.kernel has the query's annotation ('fsdp', 'tensor', None); set its own with"
     " out_kernel_metadata",
+    "no array of the model has these names, so their rules act on activations only: heads",
   )

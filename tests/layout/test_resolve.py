@@ -100,7 +100,7 @@ REFUSED = {
     "cannot shard mlp.up.kernel: dim 1 ('mlp') has length 30, which 4 shards cannot split evenly.\n"
     "  shape (8, 30), names ('embed', 'mlp'), rule 'mlp' -> ('fsdp',),"
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    '  Fix: pad it (uneven="pad", to 32), or replicate it with rules.replace(mlp=None).',
+    '  Fix: pad it (uneven="pad", to 32), or replicate it with RuleSet.of(rules).replace(mlp=None).',
   ),
   "an uneven dim of a path rule": (
     ("fsdp",), (30,), {"fsdp": "fsdp"}, "or replicate it with None in its rule."

@@ -77,7 +77,7 @@ SHIFTED = "nxp.PathRules([('down.kernel', {}), ('up.kernel', {})], strict=False)
 
 def test_a_stack_whose_names_did_not_follow_is_noted_with_the_rules_that_shift_them():
   rules = nxp.LogicalRules(embed=None, mlp=None)
-  plan = nxp.plan(stacked(transform_metadata=False), nxp.make_mesh(fsdp=2, tensor=4), rules)
+  plan = nxp.plan(stacked(transform_metadata=False), nxp.make_mesh(fsdp=8), rules)
   assert plan.notes == (
     "fewer names than dims, the last dims are replicated: down.kernel, up.kernel. For layers stacked by"
     f" nnx.vmap, add {SHIFTED}, or name the new dim by nnx.transform_metadata(partition='layers') below"

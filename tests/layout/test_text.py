@@ -164,3 +164,23 @@ def test_show_hands_itself_to_a_notebook(monkeypatch):
 )
 def test_bytes(count, text):
   assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+  ("rules", "said"),
+  [
+    ({}, ["batch -> data (by the names of the axes)", "no array and no rule uses tensor=4"]),
+    ({"batch": "data", "mlp": "tensor"}, ["rules batch -> data, mlp -> tensor"]),
+    ({"batch": "data", "mpl": "tensor"}, ["their rules act on activations only: mpl"]),
+    ({"mlp": None, "batch": ("data", "tensor")}, ["rules mlp -> replicated, batch -> data+tensor"]),
+  ],
+)
+def test_what_splits_nothing_is_said_and_how_the_batch_is_split(rules, said):
+  kernel = nnx.with_partitioning(nnx.initializers.ones, (None, "mlp"))
+  rules = nxp.LogicalRules(rules, unknown="replicate")
+  made = nxp.plan(
+    lambda: nnx.Linear(4, 8, kernel_init=kernel, rngs=nnx.Rngs(0)), nxp.make_mesh(data=2, tensor=4), rules
+  )
+  text = " ".join(str(made).split())
+  assert all(one in text for one in said)
+  assert len(made.notes) == sum("rules act" in one or "no array" in one for one in said)

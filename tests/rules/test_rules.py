@@ -215,7 +215,7 @@ def test_a_fix_is_python_whatever_the_name():
   assert caught.value.fix == (
     "Add a rule, LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} not to split it."
   )
-  with pytest.raises(ShardingError, match=r"rules\.replace\(\{'a b': None\}\)"):
+  with pytest.raises(ShardingError, match=r"RuleSet\.of\(rules\)\.replace\(\{'a b': None\}\)"):
     nxp.resolve_spec(("a b",), (3,), {"x": 2}, LogicalRules({"a b": "x"}))
   with pytest.raises(ShardingError, match=r"do not split it: \{'a b': LogicalRules.first\('x', None\)\}"):
     nxp.resolve_spec((("x"), "a b"), (4, 4), {"x": 2}, LogicalRules({"a b": "x"}))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from flax import nnx
 
+from nnx_parallel.core.checked import warn
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_array, format_bytes, text_table
-from nnx_parallel.errors import NnxParallelWarning
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.table import PlanTable
@@ -115,7 +114,7 @@ def _replicated(leaf: LeafPlan) -> Replicated:
   return Replicated(leaf, axis, dim)
 
 
-def warn_replicated(plan: PlanTable, *, stacklevel: int = 2) -> bool:
+def warn_replicated(plan: PlanTable) -> bool:
   """See `Plan.warn_replicated`."""
   found = [f for f in audit(plan) if not f.leaf.decision.intended and f.leaf.root == "model"]
   if not found:
@@ -135,7 +134,7 @@ def warn_replicated(plan: PlanTable, *, stacklevel: int = 2) -> bool:
     f" {format_array(shown.dtype, shown.shape)} ({shown.decision.reason}; {worst.remedy}){more}."
     f" print(plan.audit()) lists them; {mend}, replicate() accepts them."
   )
-  warnings.warn(message, NnxParallelWarning, stacklevel=stacklevel)
+  warn(message)
   return True
 
 

@@ -18,6 +18,7 @@ from nnx_parallel.core.text import (
   print_text,
   text_table,
 )
+from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.table import PlanTable
 
@@ -161,13 +162,13 @@ def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: in
 
 
 def _rules_lines(plan: PlanTable, width: int) -> list[str]:
-  if not len(plan.rules.logical):
-    return []
-  shown = ", ".join(
+  shown = [
     f"{name} -> {' | '.join('+'.join(c) or 'replicated' for c in options)}"
     for name, options in plan.rules.logical.items()
-  )
-  return [hang(f"rules {shown}", width)]
+  ]
+  if "batch" not in plan.rules.logical and (axes := batch_axes(plan.rules, plan.mesh.shape)):
+    shown.insert(0, f"batch -> {'+'.join(axes)} (by the names of the axes)")
+  return [hang(f"rules {', '.join(shown)}", width)] if shown else []
 
 
 def _totals(plan: PlanTable, width: int) -> list[str]:
