@@ -59,7 +59,6 @@ def test_devices_that_the_mesh_does_not_fill(sizes, devices, needed):
 SCRIPT = """
 import jax
 from nnx_parallel.cli import options
-from nnx_parallel.cli.command import make_parser
 options.start_devices({sizes}, {devices})
 print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
 """
