@@ -9,64 +9,61 @@ from typing import Any
 from searches.programs import BLOCKS, INPUTS, LOSSES, Layout, Program, weights_of
 
 PLAIN = {"input": {"op": "features"}, "loss": {"op": "sine"}}
+LEAST = {"batch": 8, "hidden": 8, "width": 8, "length": 4}
 
 
 def smaller(program: Program, layout: Layout) -> Iterator[tuple[Program, Layout]]:
   """Each program that is one piece smaller and can be laid out, the largest pieces first."""
   for i in range(len(program["blocks"])):
     yield from _fitting(_edited(program, lambda p, i=i: p["blocks"].pop(i)), _renumbered(layout, i))
-  for made in (*_smaller_programs(program), program):
-    for found in [layout] if made is not program else _smaller_layouts(layout):
-      yield from _fitting(made, found)
+  for made in _smaller_programs(program):
+    yield from _fitting(made, layout)
+  for found in _smaller_layouts(layout):
+    yield from _fitting(program, found)
 
 
 def _smaller_programs(program: Program) -> Iterator[Program]:
   for part, plain in PLAIN.items():
     if program[part]["op"] != plain["op"]:
-      yield _edited(program, lambda p, part=part, plain=plain: p.update({part: dict(plain)}))
-  places = [(("input",), INPUTS), (("loss",), LOSSES)]
-  places += [(("blocks", i), BLOCKS) for i in range(len(program["blocks"]))]
-  for place, table in places:
-    piece = _at(program, place)
+      yield {**program, part: plain}
+  pieces = [(program["input"], INPUTS), (program["loss"], LOSSES), *((b, BLOCKS) for b in program["blocks"])]
+  for n, (piece, table) in enumerate(pieces):
     plainest = {option: values[0] for option, values in table[piece["op"]].options.items()}
     for option, value in (plainest | {"residual": False}).items():
       if piece.get(option, value) != value:
-        yield _edited(program, lambda p, at=place, o=option, v=value: _at(p, at).update({o: v}))
+        made = {**piece, option: value}
+        where = {0: {"input": made}, 1: {"loss": made}}
+        blocks = [made if one is piece else one for one in program["blocks"]]
+        yield program | where.get(n, {"blocks": blocks})
   sizes = program["sizes"]
-  if not sizes["flat"] and all(table[_at(program, place)["op"]].flat for place, table in places):
-    yield _edited(program, lambda p: p["sizes"].update(flat=True))
-  for size, least in (("batch", 8), ("hidden", 8), ("width", 8), ("length", 4)):
+  if not sizes["flat"] and all(table[piece["op"]].flat for piece, table in pieces):
+    yield program | {"sizes": sizes | {"flat": True}}
+  for size, least in LEAST.items():
     if sizes[size] > least:
-      yield _edited(program, lambda p, s=size: p["sizes"].update({s: p["sizes"][s] // 2}))
+      yield program | {"sizes": sizes | {size: sizes[size] // 2}}
 
 
 def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
-  mesh = layout["mesh"]
-  for axis in mesh:
-    if len(mesh) > 1:
-      made = copy.deepcopy(layout)
-      del made["mesh"][axis]
-      for axes in (made["batch"], made["length"], *(dim for spec in made["specs"].values() for dim in spec)):
-        axes[:] = [name for name in axes if name != axis]
-      yield made
-    if mesh[axis] > 2:
-      yield _edited(layout, lambda p, a=axis: p["mesh"].update({a: 2}))
-  split = [name for name, spec in layout["specs"].items() if any(spec)]
-  parts = [split[: len(split) // 2], split[len(split) // 2 :]] if len(split) > 3 else []
-  for names in (*parts, *([name] for name in split)):
-    whole = {name: [[] for _ in layout["specs"][name]] for name in names}
-    yield _edited(layout, lambda p, whole=whole: p["specs"].update(whole))
-  lists: list[tuple[Any, ...]] = [("batch",), ("length",)]
-  lists += [("specs", name, dim) for name, spec in layout["specs"].items() for dim in range(len(spec))]
-  for place in lists:
-    for axis in _at(layout, place):
-      yield _edited(layout, lambda p, at=place, a=axis: _at(p, at).remove(a))
+  """Without a mesh axis, with a shorter one, and with one axis less somewhere."""
+  for axis, size in layout["mesh"].items():
+    if mesh := {name: n for name, n in layout["mesh"].items() if name != axis}:
+      yield _edited({**layout, "mesh": mesh}, lambda p, a=axis: [_drop(axes, a) for axes in _lists(p)])
+    if size > 2:
+      yield {**layout, "mesh": {**layout["mesh"], axis: 2}}
+  for name, spec in layout["specs"].items():
+    if any(spec):
+      yield {**layout, "specs": {**layout["specs"], name: [[] for _ in spec]}}
+  for n, axes in enumerate(_lists(layout)):
+    for axis in axes:
+      yield _edited(layout, lambda p, n=n, a=axis: _drop(_lists(p)[n], a))
 
 
-def _at(tree: Any, place: tuple[Any, ...]) -> Any:
-  for key in place:
-    tree = tree[key]
-  return tree
+def _lists(layout: Layout) -> list[list[str]]:
+  return [layout["batch"], layout["length"], *(dim for spec in layout["specs"].values() for dim in spec)]
+
+
+def _drop(axes: list[str], axis: str) -> None:
+  axes[:] = [name for name in axes if name != axis]
 
 
 def _edited(tree: Any, edit: Callable[[Any], object]) -> Any:
@@ -88,21 +85,19 @@ def _renumbered(layout: Layout, old: int) -> Layout:
 
 def _fitting(program: Program, layout: Layout) -> Iterator[tuple[Program, Layout]]:
   """The program without specs of parameters that are gone; nothing where a size no longer divides."""
-  layout, sizes = copy.deepcopy(layout), program["sizes"]
+  sizes, specs = program["sizes"], layout["specs"]
   if program["loss"].get("tied") and program["input"]["op"] != "embedding":
     return
   try:
     shapes = {name: found.shape for name, found in weights_of(program).items()}
   except (KeyError, ZeroDivisionError):
     return
-  layout["length"] = [] if sizes["flat"] else layout["length"]
-  layout["specs"] = {name: layout["specs"].get(name, [[] for _ in shape]) for name, shape in shapes.items()}
-  dims = [(sizes["batch"], layout["batch"]), (sizes["length"], layout["length"])]
-  for name, shape in shapes.items():
-    if len(layout["specs"][name]) != len(shape):
-      return
-    dims += zip(shape, layout["specs"][name], strict=True)
-  for size, axes in dims:
+  specs = {name: specs.get(name, [[] for _ in shape]) for name, shape in shapes.items()}
+  layout = {**layout, "length": [] if sizes["flat"] else layout["length"], "specs": specs}
+  dims = [sizes["batch"], sizes["length"], *(n for shape in shapes.values() for n in shape)]
+  if len(dims) != len(_lists(layout)):
+    return
+  for size, axes in zip(dims, _lists(layout), strict=True):
     for axis in axes:
       if size % layout["mesh"][axis]:
         return

@@ -96,6 +96,11 @@ CELLS = list(dict.fromkeys(cells()))
 EVERYDAY = CELLS[:: len(CELLS) // 6]
 
 
+def marks_of(cell):
+  marks = [pytest.mark.everyday] if cell in EVERYDAY else []
+  return marks + [pytest.mark.usefixtures("compiled_here")] * ("stage" in LAYOUTS[cell[1]])
+
+
 @functools.cache
 def init(model):
   features, _ = MODELS[model]
@@ -142,7 +147,7 @@ def golden():
 
 @pytest.mark.parametrize(
   ("model", "layout", "option"),
-  [pytest.param(*cell, marks=[pytest.mark.everyday] * (cell in EVERYDAY)) for cell in CELLS],
+  [pytest.param(*cell, marks=marks_of(cell)) for cell in CELLS],
 )
 def test_a_model_trains_as_on_one_device(model, layout, option):
   wanted = golden()[f"{model}, {microbatches_of(layout, option)}"]
