@@ -18,7 +18,6 @@ from typing import Any
 DEVICES = 8
 FLAG = "--xla_force_host_platform_device_count"
 
-os.environ["JAX_TRACEBACK_FILTERING"] = "off"  # a test that fails shows the frames of this package too
 PLATFORM = os.environ.get("NXP_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = PLATFORM
 others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(FLAG)]

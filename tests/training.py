@@ -32,8 +32,8 @@ def placed(plan: nxp.Plan) -> Any:
 
 
 def other_notes(plan: nxp.Plan) -> tuple[str, ...]:
-  """The notes of a plan but the note on steps of one's own, which each plan on such a mesh has."""
-  return tuple(note for note in plan.notes if not note.startswith(OWN_STEP))
+  """The notes of a plan but those of its mesh: on steps of one's own, and on axes without a use."""
+  return tuple(note for note in plan.notes if not note.startswith((OWN_STEP, "no array and no rule uses")))
 
 
 def run_steps(plan: nxp.Plan, loss: Any, batches: Any, **options: Any) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import html
 import math
@@ -28,7 +29,15 @@ def with_article(noun: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-  """The first names of a long list, for a note: `a, b, c and 9 more`."""
+  """The first names of a long list, for a note; names of equal layers are one of them.
+
+  Example:
+    >>> few(["a", "b", "c", "d", "e"]), few([f"blocks.{n}.up.kernel" for n in range(12)])
+    ('a, b, c and 2 more', 'blocks.*.up.kernel (12)')
+  """
+  if len(names) > 3:
+    same = collections.Counter(re.sub(r"(?<=\.)\d+(?![^.])|^\d+(?=\.)", "*", name) for name in names)
+    names = [f"{name} ({count})" if count > 1 else name for name, count in same.items()]
   return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

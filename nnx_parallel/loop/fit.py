@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
+import jax
 from flax import nnx
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -93,8 +94,9 @@ def fit(
       of several processes, each process passes its own shares, or batches that `nxp.batches` placed.
     steps: the number of the last step, counted from the start of the first run. None trains to the end of the
       data.
-    plan: the plan of the model. It places host batches, is stored in the checkpoints, and puts its rules in
-      scope for `constrain`, unless other rules are in scope. Without a plan, batches are not moved.
+    plan: the plan of the model. It places host batches, is stored in the checkpoints, and beside them in
+      `plan.json`, and puts its rules in scope for `constrain`, unless other rules are in scope. Without a
+      plan, batches are not moved.
     evaluate: a function without arguments that returns metrics, for example of `nxp.evaluate`. They are
       recorded with names that start with `eval_`. A pair `(sum, count)` is divided.
     eval_every: the number of steps between evaluations; by default, `fit` evaluates only after the last step.
@@ -173,6 +175,8 @@ def fit(
   resumed, saved = "", list[int]()
   if checkpointer is not None:
     saved = checkpointer.prepare(model, optimizer, only=only)
+    if plan is not None and jax.process_index() == 0:
+      (checkpointer.directory / "plan.json").write_text(plan.to_json())
     if resume is not None and (resume != "latest" or saved):
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
       run.at, resumed = start, f"resumed from step {start.step} of {checkpointer.directory}"

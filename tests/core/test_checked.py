@@ -42,7 +42,7 @@ def test_a_traceback_of_ours_has_the_frames_of_the_user(call, frames, filtering)
   jax.config.update("jax_traceback_filtering", filtering)
   with nxp.use_rules(nxp.LogicalRules(batch="data")), pytest.raises(NnxParallelError) as caught:
     call()
-  jax.config.update("jax_traceback_filtering", "off")
+  jax.config.update("jax_traceback_filtering", "auto")
   names = [(frame.f_code.co_name, frame.f_globals["__name__"]) for frame, _ in traceback.walk_tb(caught.tb)]
   ours = [module for _, module in names if module.startswith("nnx_parallel.")]
   assert [name for name, module in names if module == __name__][1:] == frames

@@ -80,6 +80,6 @@ def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
   init = lambda: nnx.List([embed()() for _ in range(5)])
   rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed="fsdp"), presets.layers()]
   assert planned(rules, init).notes == (
-    "0.embedding, 1.embedding, 2.embedding and 2 more: look-up tables split by columns over fsdp, as the"
+    "*.embedding (5): look-up tables split by columns over fsdp, as the"
     " batch, so a step sends activations instead of weights; split the rows: names ('fsdp', None)",
   )

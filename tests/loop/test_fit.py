@@ -94,6 +94,7 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     assert of_losses(again) == {n: straight[n] for n in (4, 5, 6, 7)}
     assert checkpointer.steps() == [3, 4, 5, 6, 7]
     assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
+  assert not nxp.Plan.from_json((tmp_path / "plan.json").read_text()).diff(plan())
 
 
 @pytest.mark.cases(1)
