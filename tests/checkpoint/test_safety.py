@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import array_io, lock, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.damage import friendly_errors
 from nnx_parallel.errors import CheckpointError
 
 
@@ -66,6 +68,12 @@ def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkey
   assert checkpointer.steps() == [3, 4]
   checkpointer.save(5, tree)
   assert names(tmp_path) == ["5"]
+
+
+def test_a_step_that_is_damaged_and_half_replaced_is_not_listed_twice(saved):
+  directory, _ = saved
+  shutil.copytree(directory / "2", directory / "2.nnx-replaced")
+  assert Checkpointer(directory).steps() == [1, 2]
 
 
 def test_readers_are_in_no_writer_s_way(saved):
@@ -146,6 +154,20 @@ def test_two_writers_do_not_meet(saved):
   (directory / lock.LOCK).unlink()
   Checkpointer(directory).save(4, trees[1])
   hold.let_go()
+
+
+@pytest.mark.parametrize("number", [38, 95, 37])
+def test_a_disk_without_locks_is_written_to_with_one_warning(tmp_path, monkeypatch, number):
+  monkeypatch.setattr("fcntl.flock", broken(number))
+  checkpointer = Checkpointer(tmp_path)
+  with pytest.warns(UserWarning, match=r"has no file locks \(.*\), so nothing stops a second job"):
+    checkpointer.save(1, arrays())
+  checkpointer.save(2, arrays())
+  checkpointer.close()
+  monkeypatch.setattr("fcntl.flock", broken(5))
+  with pytest.raises(CheckpointError, match="Input/output error"):
+    Checkpointer(tmp_path).save(3, arrays())
+  assert checkpointer.steps() == [1, 2]
 
 
 def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
@@ -337,6 +359,17 @@ def test_what_is_in_the_way_of_a_step_is_seen_before_it_is_written(saved, monkey
   for step in (3, 4):
     with pytest.raises(CheckpointError, match=rf"cannot save step {step}: .*{step} is not a directory\."):
       Checkpointer(directory).save(step, trees[1])
+
+
+def test_a_limit_on_open_files_is_no_full_disk(tmp_path, monkeypatch):
+  monkeypatch.setattr(storage, "make_tree_durable", broken(24))
+  with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: too many files are open\."):
+    Checkpointer(tmp_path).save(1, arrays())
+  with (
+    pytest.raises(CheckpointError, match="too many files are open"),
+    friendly_errors("save", tmp_path),
+  ):
+    raise ValueError("RESOURCE_EXHAUSTED: Error opening local file: Too many open files")
 
 
 TREE = {"b": np.ones(2)}

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from checkpoint.runs import arrays, assert_same, make_plan, target_of
+from checkpoint.runs import arrays, assert_same, data_of, make_plan, target_of
 from nnx_parallel.checkpoint import array_io, lock, restore, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import VanishedError
@@ -155,6 +155,21 @@ def test_a_live_pair_says_what_becomes_of_its_optimizer(tmp_path):
     checkpointer.restore((model, optimizer, 1))
 
 
+def test_extras_are_those_of_the_step_that_was_restored(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  for step in (3, 4):
+    checkpointer.save(
+      step, trees[1], extra={"data": {"samples": np.int64(step * 10), "rate": np.float32(0.5)}}
+    )
+  checkpointer.restore(target_of(trees[1]), 3)
+  assert checkpointer.restore_extra("data") == {"samples": 30, "rate": 0.5}
+  assert checkpointer.restore_extra("data", step="latest")["samples"] == 40
+  with pytest.warns(UserWarning, match="later steps"):
+    checkpointer.save(5, trees[1], extra={"data": {"samples": 50}})
+  assert checkpointer.restore_extra("data") == {"samples": 50}
+
+
 def test_options_that_a_target_cannot_honour(tmp_path):
   plan = make_plan(optimizer=False)
   model = nxp.create_sharded_model(plan)
@@ -181,6 +196,22 @@ def test_an_optimizer_is_not_dropped_without_a_word(tmp_path):
   assert_same(checkpointer.restore(alone, optimizer="drop"), model)
   head = checkpointer.restore(alone, only=["head"]).head
   np.testing.assert_array_equal(head.kernel[...], model.head.kernel[...])
+
+
+def test_problems_of_names_with_spaces_stay_apart(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"a b": np.ones(3, np.float32), "a c": np.ones(3, np.float32)})
+  data_of(tmp_path, 1).unlink()
+  assert {"model/a b", "model/a c"} <= checkpointer.verify().keys()
+
+
+def test_keys_without_elements_do_not_stop_a_restore_as_numpy(tmp_path):
+  tree = {name: jax.random.split(jax.random.key(0, impl=name), 2)[:0] for name in ("rbg", "threefry2x32")}
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {**tree, "w": np.ones(3, np.float32)})
+  found = checkpointer.restore(as_numpy=True)["model"]
+  for name, keys in tree.items():
+    assert (found[name].shape, found[name].dtype) == (keys.shape, keys.dtype)
 
 
 def test_a_step_that_vanishes_is_not_called_damaged(saved, monkeypatch):

@@ -198,6 +198,28 @@ def test_a_large_compiled_constructor_is_opened():
     assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(Stack(12, 16, nnx.Rngs(0))))
 
 
+class Deep(nnx.Module):
+  """More layers than a tiny array has elements, stacked by nnx.vmap."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    @nnx.split_rngs(splits=80)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> nnx.Linear:
+      return nnx.Linear(8, 64, bias_init=INIT.normal(0.1), rngs=rngs)
+
+    self.layers = make(rngs)
+
+
+def test_many_keys_do_not_tie_variables_together():
+  def init():
+    return Deep(nnx.Rngs(0))
+
+  plan = nxp.plan(init, MESH(), RULES)
+  found = [[leaf.name for leaf in leaves] for _, leaves in programs(plan)]
+  assert found == [["layers.bias"], ["layers.kernel"]]
+  assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(init()))
+
+
 class Talkative(nnx.Module):
   """Has a side effect in its constructor."""
 
@@ -232,3 +254,14 @@ def test_one_call_runs_the_constructor_once(explicit):
   assert len(calls) == 1
   with nnx.use_eager_sharding(False):
     assert_same_arrays(arrays_of(model), arrays_of(Stack(2, 16, nnx.Rngs(5, params=0))))
+
+
+def test_constants_are_copied():
+  table = np.ones((64, 32), np.float32)
+
+  def init():
+    return nnx.Dict(table=nnx.Param(jnp.asarray(table)))
+
+  model = created(init)
+  table[:] = 7
+  assert float(model.table[...].max()) == 1

@@ -153,3 +153,15 @@ def test_check_layout_names_each_difference():
     nxp.check_layout(model, plan, optimizer=optimizer)
   assert [line.strip() for line in str(caught.value).splitlines()[1:-2]] == expected
   assert "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)" in str(caught.value)
+
+
+def test_a_failure_after_arrays_were_freed_says_so(monkeypatch):
+  model = nnx.List([nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(i)) for i in range(3)])
+  plan = nxp.plan(lambda: nnx.clone(model), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+  model[2].kernel.get_raw_value().delete()
+  with pytest.raises(RuntimeError, match="deleted") as caught:
+    nxp.reshard(model, plan, donate=True, byte_budget=1)
+  assert caught.value.__notes__ == [
+    "reshard(donate=True) had freed 2 arrays of the old module, which cannot be used any more.\n"
+    "  Fix: restore the last checkpoint into the plan."
+  ]

@@ -261,6 +261,14 @@ def test_of_equal_logits_as_many_are_drawn_from_as_asked():
   assert len({*nxp.Sampling(1.0, top_p=0.2).choose(logits, keys).tolist()}) == 5
 
 
+def test_equal_prompts_of_several_shards_draw_different_tokens():
+  axes = LAYOUTS["dp"]
+  model = placed(nxp.plan(Model, nxp.make_mesh(axes), rules_for(axes)))
+  generate = nxp.generator(NEW, sampling=nxp.Sampling(temperature=3.0))
+  found = rows(generate(model, np.ones((BATCH, 1), np.int32), key=jax.random.key(0)))
+  assert len(set(map(tuple, found))) == BATCH
+
+
 class Counting(nnx.Module):
   """Its cache counts the tokens that it has read; its logits repeat the last token."""
 
@@ -354,3 +362,11 @@ def test_errors(case):
   call, text = WRONG[case]
   with pytest.raises(nxp.errors.DecodeError, match=text):
     call()
+
+
+def test_a_raw_key_is_not_split_as_rows_are():
+  model = placed(nxp.plan(Counting, nxp.make_mesh(data=8), [nxp.replicate()]))
+  prompts = np.tile(ONES, (4, 1))
+  generate = nxp.generator(2, sampling=DRAWN)
+  raw, typed = (generate(model, prompts, key=key) for key in (jax.random.PRNGKey(3), jax.random.key(3)))
+  np.testing.assert_array_equal(raw.tokens, typed.tokens)

@@ -10,6 +10,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from tests.decode import test_generate as plain
+from tests.decode.test_rows import Calls
 from training import placed
 
 NEW, WIDTH, BATCH, VOCABULARY, FEATURES = 5, 41, 8, plain.VOCABULARY, plain.FEATURES
@@ -122,6 +123,25 @@ def test_rows_have_the_tokens_of_each_row_alone(init, layout):
       assert plain.rows(found) == alone(init, sampling, stop)
   assert str(generate.layers).startswith("prompts: 16, 2 tokens at once, each row at its own position")
   assert found.tokens.sharding.spec[0] == model.embed.embedding[...].sharding.mesh.axis_names[0]
+
+
+class OneBatch(Recurrent):
+  """It takes a batch of 8 only."""
+
+  def __call__(self, tokens):
+    return super().__call__(tokens.reshape(BATCH, -1))
+
+
+def test_rows_that_cannot_be_told_apart_are_read_up_to_the_shortest():
+  model, calls = nxp.unsharded(lambda: OneBatch(BATCH)), Calls()
+  generate = nxp.generator(NEW, prefill=4, call=calls)
+  lengths = np.maximum(LENGTHS, 9)
+  found = generate(model, PROMPTS, lengths=lengths)
+  jax.effects_barrier()
+  assert sorted(calls.seen, reverse=True) == [4, 4, *[1] * (WIDTH - 8 - 1 + NEW)]
+  assert plain.rows(found) == plain.rows(nxp.generator(NEW)(model, PROMPTS, lengths=lengths))
+  text = "prompts: 4 tokens at once, up to the shortest prompt, and then token by token: one row is not"
+  assert str(generate.layers).startswith(text)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnx_parallel as nxp
 from tests.decode import test_generate as plain
@@ -56,6 +57,35 @@ def test_prompts_read_several_tokens_at_once(layout):
   jax.effects_barrier()
   assert calls.seen.count(2) == 1  # the shortest prompt has 3 tokens, and its last one needs its logits
   assert calls.seen.count(1) == WIDTH + NEW - 1 - 2
+
+
+class Scaled(nnx.MultiHeadAttention):
+  """A subclass with a call of its own."""
+
+  def __call__(self, *args, **options):
+    return 2 * super().__call__(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [nnx.MultiHeadAttention, Scaled])
+def test_the_class_of_an_attention_that_reads_several_tokens_is_its_own(kind):
+  class ByClass(plain.Model):
+    def __init__(self):
+      super().__init__()
+      for block in self.blocks:
+        old, rngs = block.attention, nnx.Rngs(0)
+        block.attention = kind(
+          old.num_heads, old.in_features, use_bias=False, decode=True, keep_rngs=False, rngs=rngs
+        )
+        block.attention.init_cache((plain.BATCH, LENGTH, plain.FEATURES))
+
+    def __call__(self, tokens):
+      sign = [1 if type(block.attention) is kind else -1 for block in self.blocks]
+      return sum(sign) * super().__call__(tokens)
+
+  model = nxp.unsharded(ByClass)
+  expected = nxp.generator(NEW, prefill=1)(model, plain.PROMPTS)
+  assert plain.rows(nxp.generator(NEW, prefill=3)(model, plain.PROMPTS)) == plain.rows(expected)
+  assert vars(kind)["__call__"].__qualname__.startswith(kind.__name__)
 
 
 PROMPTS = np.asarray(jax.random.randint(jax.random.key(5), (19, WIDTH), 0, VOCABULARY))

@@ -12,6 +12,11 @@ def _plan(rules=None, **axes):
   return nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(**axes), rules)
 
 
+def test_numbers_in_another_byte_order_are_the_same_numbers():
+  placed = nxp.shard_batch(np.arange(8, dtype=">f4"), _plan(data=8))
+  np.testing.assert_array_equal(placed, np.arange(8, dtype=np.float32))
+
+
 @pytest.mark.parametrize("big", [2**40, -(2**31) - 1, np.uint64(2**32)], ids=str)
 def test_integers_that_32_bits_cannot_hold_are_refused(big):
   plan, batch = _plan(data=8), {"ids": np.full((16,), big)}

@@ -121,6 +121,17 @@ def test_a_launcher_without_stdin():
   assert (done.returncode, done.stdout) == (0, "[0] hi\n"), done.stderr
 
 
+def test_children_of_a_process_that_ended_well_are_ended(tmp_path):
+  file = tmp_path / "pid"
+  body = f"""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open({str(file)!r}, "w").write(str(child.pid))
+  """
+  code, _ = launched(body, processes=1)
+  assert code == 0
+  assert wait_until(lambda: not alive(int(file.read_text())))
+
+
 def test_restarts_have_a_budget_and_a_pause_that_doubles():
   started = time.monotonic()
   code, lines = launched("sys.exit(5)", processes=1, restarts=3, pause=0.1)

@@ -68,3 +68,34 @@ def test_the_second_interrupt_ends_at_once(capfd):
   assert done == [1]
   assert "interrupted: stopping after this step; again to end at once" in capfd.readouterr().err
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_set_within_the_block_stay_and_none_swallows_a_signal(former):
+  came = []
+  with nxp.hosts.StopSignals():
+    kept = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *arguments: (came.append("mine"), kept(*arguments)))
+  send(signal.SIGTERM)
+  assert (came, former) == (["mine"], [signal.SIGTERM])
+  signal.signal(signal.SIGTERM, kept)
+  send(signal.SIGTERM)
+  assert len(former) == 2
+
+
+def test_an_error_goes_before_the_signal(former):
+  def failing():
+    with nxp.hosts.StopSignals():
+      send(signal.SIGTERM)
+      raise ZeroDivisionError
+
+  with pytest.raises(ZeroDivisionError):
+    failing()
+  assert former == []
+
+
+def test_what_is_ignored_stays_ignored():
+  before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    assert loop(at=2, number=signal.SIGINT) == 5
+  finally:
+    signal.signal(signal.SIGINT, before)

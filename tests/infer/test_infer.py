@@ -192,6 +192,41 @@ def test_stacked_layers_are_seen_through_scan():
   assert found["blocks.layers.0.bias"] == P(None, "tensor")
 
 
+def test_layers_of_equal_width_stay_apart_where_their_activation_is_compiled():
+  """Calls of a compiled function on equal shapes share one traced program, and not their dims."""
+
+  class Net(MLP):
+    def __init__(self, rngs, activate):
+      super().__init__(rngs, (16,) * 5)
+      self.activate = activate
+
+    def __call__(self, x):
+      for layer in self.layers:
+        x = self.activate(layer(x))
+      return x
+
+  def relu(x):
+    return jnp.maximum(x, 0.0)
+
+  found = specs(lambda: Net(nnx.Rngs(0), jax.jit(relu)), FLOATS)
+  assert found == specs(lambda: Net(nnx.Rngs(0), relu), FLOATS)
+  kernels = [found[f"layers.{i}.kernel"] for i in range(4)]
+  assert kernels == [P(None, "tensor"), P("tensor", None)] * 2
+
+
+def test_a_recurrent_cell_is_never_split_on_both_sides():
+  class Net(nnx.Module):
+    def __init__(self, rngs):
+      self.rnn = nnx.RNN(nnx.SimpleCell(16, 32, rngs=rngs))
+      self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+      return self.head(self.rnn(x))
+
+  found = specs(lambda: Net(nnx.Rngs(0)), jax.ShapeDtypeStruct((2, 5, 16), "float32"))
+  assert all(sum(entry is not None for entry in spec) <= 1 for spec in found.values())
+
+
 class Annotated(nnx.Module):
   """Names of both kinds on kernels; an activation has a name that no parameter has."""
 

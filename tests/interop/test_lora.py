@@ -127,6 +127,13 @@ def test_only_adapters_are_trained_on_each_layout_as_on_one_device(tmp_path):
   np.testing.assert_allclose(outputs(base), found, atol=1e-4)
 
 
+def test_an_adapter_computes_in_the_dtype_of_its_layer():
+  layer = nnx.Linear(8, 4, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  add_lora(layer, "*", rank=2, rngs=nnx.Rngs(1))
+  assert layer.lora.lora_a.dtype == jnp.float32
+  assert layer(jnp.ones((2, 8), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
 def test_errors():
   with pytest.raises(
     CheckpointError, match=r"\*\.gate matches no linear layer of the Net\.\n  linear layers: bl"

@@ -316,3 +316,11 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, file):
 def test_what_jax_would_shorten_is_not_written(tmp_path):
   with pytest.raises(CheckpointError, match="w is int64, and jax makes int32 of it"):
     export_safetensors(tmp_path / "out", {"w": np.arange(3)})
+
+
+def test_layers_that_differ_are_not_written_as_one(tmp_path):
+  weight_map = WeightMap(Rule("w", "{i}"))
+  trees = {"shapes": (jnp.ones(4), jnp.ones(5)), "dtypes": (jnp.ones(4), jnp.ones(4, jnp.bfloat16))}
+  for what, layers in trees.items():
+    with pytest.raises(CheckpointError, match=rf"0, 1 cannot be layers of w: their {what} differ"):
+      export_safetensors(tmp_path / "out", layers, weight_map)

@@ -201,6 +201,23 @@ def test_whoever_traces_a_model_has_the_mesh_of_its_plan_active():
   assert set(SEEN) == {("data", "tensor")}
 
 
+@pytest.mark.auto_axes("what it expects is of Auto axes")
+def test_the_rules_of_the_caller_go_before_those_of_the_model():
+  mesh, seen = nxp.make_mesh(data=2, tensor=4), []
+
+  def loss(model, x):
+    seen.append(jax.make_jaxpr(lambda x: constrain(x, "batch", "mlp"))(x).eqns[0].params["sharding"].spec)
+    return model(x).mean()
+
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, LogicalRules(batch="data", mlp="tensor"))
+  model, evaluate = nxp.create_sharded_model(plan), nxp.eval_step(loss)
+  evaluate(model, X)
+  with use_rules(LogicalRules(batch="tensor", mlp=None)):
+    evaluate(model, X)
+  assert seen == [P("data", "tensor"), P("tensor", None)]
+  assert str(evaluate.compiles[1]) == "call 1: rules in scope: None -> LogicalRules(batch='tensor', mlp=None)"
+
+
 def test_a_scope_makes_its_mesh_the_active_one(mesh):
   with use_rules(RULES, mesh):
     assert jax.sharding.get_mesh() == mesh

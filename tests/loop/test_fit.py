@@ -151,6 +151,14 @@ def test_early_stop(mode, values, last):
   assert (result.step, result.stopped, stop.waited) == (last, "early", 2)
 
 
+def test_the_data_cursor_cannot_be_overwritten(tmp_path):
+  with (
+    nxp.Checkpointer(tmp_path) as checkpointer,
+    pytest.raises(nxp.errors.TrainError, match="fit's data cursor"),
+  ):
+    fit(steps=1, checkpointer=checkpointer, extra=lambda: {"data": 3})
+
+
 def test_the_end_of_the_data():
   assert fake([1.0] * 3).stopped == "data"
   with pytest.raises(nxp.errors.TrainError, match=r"the batches ended after step 3 of 5\.\n  Fix: steps=3, "):
@@ -216,6 +224,15 @@ def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
     fit(steps=1, checkpointer=checkpointer)
     with pytest.raises(nxp.errors.CheckpointError, match="holds the checkpoints of an earlier run"):
       fit(steps=2, checkpointer=checkpointer)
+
+
+def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(2, *objects(), extra={"data": {"samples": "shuffled.npy"}})
+    with pytest.warns(nxp.NnxParallelWarning, match=r"step 2 in .* has no data cursor"):
+      result = fit(steps=3, checkpointer=checkpointer, resume="latest")
+    assert (result.step, checkpointer.steps()) == (3, [2, 3])
+    assert checkpointer.restore_extra("data", step=3)["samples"] == 16
 
 
 def test_utilisation_needs_a_peak():

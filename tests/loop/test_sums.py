@@ -23,6 +23,13 @@ def test_pairs_and_plain_numbers_are_weighted_exactly():
   assert alone.read() == {"b": 0.1}  # as it came, not 0.3 / 3
 
 
+def test_many_small_parts_of_low_precision_add_up():
+  sums = nxp.loop.MetricSums()
+  for _ in range(300):
+    sums.add({"loss": (jnp.bfloat16(1), jnp.bfloat16(1))})
+  assert sums.read() == {"loss": 1.0}  # bfloat16 would stay at 256
+
+
 def test_what_cannot_be_added():
   sums = nxp.loop.MetricSums()
   with pytest.raises(nxp.errors.TrainError, match=r"the metric 'rows' is an array, which has no mean here\."):

@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import is_key, path_str, value_of, variables
-from nnx_parallel.errors import TrainError
+from nnx_parallel.errors import MeshError, TrainError
 from tests.decode import test_generate as decoder
 from training import placed
 
@@ -368,7 +368,37 @@ def test_a_call_under_a_mesh_that_a_script_left_active(call, kind, left, tmp_pat
       np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
 
 
+def cross_entropy(on, head):
+  hidden, labels = nxp.shard_batch(HOST, on.plan), nxp.shard_batch(np.zeros(16, np.int32), on.plan)
+  return nxp.parallel.vocabulary_cross_entropy(hidden, head, labels)
+
+
 def experts(on):
   routing = nxp.parallel.route(np.zeros((16, 4), np.float32), 2)
   product = lambda w, x, n: nxp.parallel.ragged_dot(x, w, n)
   return nxp.parallel.experts(product, np.ones((4, 16, 16), np.float32), on.batch, routing, axis="tensor")
+
+
+SCHEMES = {
+  "arrays": lambda on: cross_entropy(on, nxp.shard_batch(HOST.T, on.plan)),
+  "plan": lambda on: cross_entropy(on, on.model.blocks[0].up.kernel),
+  "embedding": lambda on: nxp.parallel.vocabulary_embedding(on.batch, np.zeros(4, np.int32)),
+  "experts": experts,
+  "attention": lambda on: nxp.parallel.context_attention("fsdp")(
+    *[nxp.shard_batch(HOST.reshape(16, 4, 2, 2), on.plan)] * 3
+  ),
+  "pipeline": lambda on: nxp.parallel.pipeline(jnp.multiply, on.batch, on.batch, microbatches=2, axis="fsdp"),
+  "constrain": lambda on: nxp.constrain(on.batch, "tensor", None),
+}
+
+
+@pytest.mark.cases(7)
+@pytest.mark.parametrize("left", ["explicit", "auto", "fewer, auto", "fewer, explicit"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_computes_on_the_active_mesh_refuses_arrays_of_another_mesh(scheme, left, tmp_path):
+  on = Given("auto", tmp_path)
+  mesh = LEFT[left](on.mesh)
+  with jax.set_mesh(mesh), pytest.raises(MeshError) as caught:
+    SCHEMES[scheme](on)
+  said = rf"{re.escape(str(dict(on.mesh.shape)))}, active {re.escape(str(dict(mesh.shape)))}"
+  assert re.search(rf"{said}[\s\S]*jax\.set_mesh\(None\) clears", str(caught.value))

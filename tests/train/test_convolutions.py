@@ -4,13 +4,16 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from training import placed
+from nnx_parallel.train.mend import with_correct_convolutions
+from training import other_notes, placed
 
 CHANNELS = ("kh", "kw", "in", "conv")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -49,6 +52,12 @@ class Net(nnx.Module):
 
   def body(self, x: jax.Array) -> jax.Array:
     return self.depthwise(nnx.gelu(self.grouped(x)))
+
+
+class RematNet(Net):
+  """The same, whose convolutions are a layer that can be recomputed."""
+
+  body = nnx.remat(Net.body)
 
 
 def loss_fn(model: Net, batch: dict[str, jax.Array]) -> jax.Array:
@@ -102,3 +111,96 @@ def test_gradient_norms_equal_one_device(layout: str) -> None:
   found, step = gradients(nxp.make_mesh(**sizes), rules)
   check_equal(found, single_device())
   assert len(step.compiles) == 1
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("net", [RematNet, Net])
+def test_gradients_inside_scans_and_remat(net: type[nnx.Module]) -> None:
+  found, _ = gradients(nxp.make_mesh(data=2, model=4), {"batch": "data"}, net=net, microbatches=2)
+  check_equal(found, single_device())
+
+
+def convolve(kernel: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
+  numbers = ("NWC", "WIO", "NWC")
+  return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers, **options)
+
+
+def operands(mesh: Any, batch: PartitionSpec) -> tuple[jax.Array, jax.Array]:
+  rng = np.random.default_rng(0)
+  kernel = rng.normal(size=(3, 1, 8)).astype("float32")
+  x = rng.normal(size=(8, 6, 8)).astype("float32")
+  whole = NamedSharding(mesh, PartitionSpec())
+  return jax.device_put(kernel, whole), jax.device_put(x, NamedSharding(mesh, batch))
+
+
+def depthwise_loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+  return (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
+
+
+@pytest.mark.parametrize(("batch", "factor"), [("data", 4), ("model", 2)])
+def test_xla_still_gets_it_wrong(batch: str, factor: int) -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+  kernel, x = operands(mesh, PartitionSpec(batch))
+  expected = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x)))
+  alone = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(kernel, x))
+  mended = np.linalg.norm(jax.jit(with_correct_convolutions(jax.grad(depthwise_loss), mesh))(kernel, x))
+  assert mended == pytest.approx(expected, rel=1e-5)
+  assert alone == pytest.approx(factor * expected, rel=1e-5), (
+    "XLA is mended: remove `with_correct_convolutions`, if it is so for every jax that pyproject.toml allows."
+  )
+
+
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
+def test_batch_groups_written_by_the_user() -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+
+  def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    return (jnp.sin(convolve(kernel, x, batch_group_count=2)) ** 2).mean()
+
+  rng = np.random.default_rng(0)
+  kernel, x = rng.normal(size=(3, 8, 4)).astype("float32"), rng.normal(size=(8, 6, 8)).astype("float32")
+  expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(kernel, x)
+  placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+  found = jax.jit(with_correct_convolutions(jax.value_and_grad(loss, (0, 1)), mesh))(kernel, placed)
+  for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
+
+
+TABLE = jnp.linspace(0.5, 1.5, 4)
+
+
+@jax.jit
+def scaled(x: jax.Array) -> jax.Array:
+  return jnp.sin(x * TABLE[None, None])
+
+
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
+def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient() -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+
+  def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+      y = jax.lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
+      )
+      return jax.checkpoint(scaled)(y), None
+
+    return jax.lax.scan(step, x, None, length=2)[0].sum()
+
+  rng = np.random.default_rng(0)
+  kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
+  placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
+  found = jax.jit(with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
+  np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_plan_warns_those_who_compile_their_own_step() -> None:
+  def notes(**axes: int) -> tuple[str, ...]:
+    rules = nxp.LogicalRules(batch="data", kh=None, kw=None, conv=None, **{"in": None})
+    return other_notes(nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(**axes), rules))
+
+  assert notes(data=2, model=4) == (
+    "depthwise, grouped: grouped convolutions, whose kernel gradients XLA makes up to 4 times too large on"
+    " this mesh; train_step computes them right, a jit of your own does not",
+  )
+  assert notes(data=8, model=1) == ()

@@ -104,6 +104,15 @@ def test_the_next_step_trains_what_is_there(edit):
   ]
 
 
+def test_nothing_is_not_taken_for_the_last_models():
+  models = (Scaled(),)
+  optimizers = tuple(nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in models)
+  step = nxp.train_step(lambda models, x: (models[0].weight[...] * x).sum())
+  step(models, optimizers, jnp.ones(4))
+  with pytest.raises(nxp.errors.TrainError, match="the step's model is a NoneType"):
+    step(None, None, jnp.ones(4))
+
+
 class Wide(nnx.Module):
   def __init__(self, rngs, extra=False):
     self.up = nnx.Linear(8, 16, rngs=rngs)

@@ -1,5 +1,7 @@
 """Parameters are gathered where a loss reads them, and tables looked up by columns; positions are split."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,9 @@ from jax.sharding import NamedSharding
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
+from nnx_parallel.layout.gather import Gather
+from nnx_parallel.train.mend import mended
+from training import run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
 TENSOR = nxp.PathRules(
@@ -41,6 +46,97 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   whole = 8 * 128 * SIZES.width * 4  # the residual stream of the batch, in float32
   assert max(one.bytes for one in sent if {"fsdp"} <= {*one.axes}) < whole
   assert not [one for one in sent if set(one.axes) == {"fsdp", "tensor"} and one.kind == "all-gather"]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor"))])
+@pytest.mark.auto_axes("what it expects is of Auto axes")
+def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  rng = np.random.default_rng(0)
+  table, tokens = rng.normal(size=(16, 8)).astype(np.float32), rng.integers(-16, 16, (8, 5))
+
+  def loss(table, batch):
+    return jnp.sin(table[batch]).sum()
+
+  where, batch = NamedSharding(mesh, spec), ("data", "fsdp")
+  gather = Gather.of({("table",): where}, batch, mesh)
+  run = jax.jit(jax.value_and_grad(gather.on(loss, lambda *_: [("table",), None])))
+  placed = jax.device_put(table, where), jax.device_put(tokens, NamedSharding(mesh, jax.P(batch)))
+  text = run.lower(*placed).compile().as_text()
+  assert "all-to-all" in text
+  assert not re.search(r"f32\[16,8\]\S* all-(gather|reduce)", text)  # neither the table nor its gradient
+  found = run(*placed)
+  for a, b in zip(found, jax.jit(jax.value_and_grad(loss))(table, tokens), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [[[0, 4, 2], [1, -1, 3]], [[7, 4, 2], [1, -9, 3]]])
+@pytest.mark.auto_axes("what it expects is of Auto axes")
+def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
+  """Out of bounds it is NaN, and has no gradient, as in `jnp.take_along_axis`."""
+  mesh = nxp.make_mesh(fsdp=2, devices=jax.devices()[:2])
+  logits, targets = jnp.arange(30.0).reshape(2, 3, 5), jnp.asarray(targets)
+
+  def run(arrays, batch):
+    x, targets = batch
+    value = jax.vmap(jax.value_and_grad(lambda x, t: jnp.take_along_axis(x, t[:, None], axis=-1).sum()))
+    return (*value(x * arrays[0][0], targets),)
+
+  where = NamedSharding(mesh, jax.P("fsdp"))
+  arrays = [jax.device_put(jnp.ones(2), where)]
+  batch = jax.device_put((logits, targets), where)
+  changed = jax.jit(mended(run, mesh, picks=True))
+  text = changed.lower(arrays, batch).as_text()
+  assert "stablehlo.gather" not in text
+  assert "stablehlo.scatter" not in text
+  for a, b in zip(changed(arrays, batch), run([jnp.ones(2)], (logits, targets)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_loop_that_swaps_what_it_carries_settles():
+  class Swaps(nnx.Module):
+    def __init__(self):
+      self.layer, self.t = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+      carry = jnp.float32(0), self.t[...] * 1.0
+      (_, t), _ = jax.lax.scan(lambda c, _: ((c[1], c[0]), None), carry, length=4)
+      return self.layer(x) * t
+
+  plan = nxp.plan(Swaps, nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=16), optimizer=optax.sgd(0.1))
+  loss, x = lambda model, x: (model(x) ** 2).mean(), np.ones((8, 8), np.float32)
+  assert run_steps(plan, loss, [x]).losses == pytest.approx([float(loss(Swaps(), x))], rel=1e-5)
+
+
+def test_a_product_with_a_constant_gradient_gathers_its_kernel_like_other_products():
+  # Else XLA ends the process: "ReplicateOnLastTileDim should not be called for HloShardingV3".
+  class Block(nnx.Module):
+    def __init__(self, rngs):
+      self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+      self.table = jnp.ones((4, 8))
+
+    def __call__(self, x):
+      x = x * jnp.broadcast_to(self.table, x.shape)
+      return x + self.down(jax.nn.gelu(self.up(x)))
+
+  def loss(model, x):
+    slope = jax.grad(lambda s: (s * model(x)).mean())(jnp.float32(1.0))
+    return (model(x) ** 2).mean() + slope**2
+
+  x = np.random.default_rng(0).normal(size=(16, 4, 8)).astype(np.float32)
+  found = []
+  layouts = [
+    (nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate()),
+    (
+      nxp.make_mesh(data=2, fsdp=2, tensor=2),
+      [nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(("tensor", "fsdp"), min_size=16)],
+    ),
+  ]
+  for mesh, rules in layouts:
+    plan = nxp.plan(lambda: Block(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+    found.append(run_steps(plan, loss, [x] * 2).losses)
+  np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 class Normed(nnx.Module):

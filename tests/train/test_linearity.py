@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import nnx_parallel as nxp
 from nnx_parallel.train.linearity import factors
@@ -160,6 +162,65 @@ def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
   _, found = read(loss, how)
   assert found.startswith(f"the loss is no {how} over its examples: ")
   assert re.search(message, found)
+
+
+UNARY = {
+  "tanh": jnp.tanh,
+  "softmax": jax.nn.softmax,
+  "product": lambda x, p: x @ p["w"],
+  "over rows": lambda x: jnp.cumsum(x, 1),
+  "swapped": lambda x: x.swapaxes(0, 1),
+  "flat": lambda x: x.reshape(-1, 4).reshape(x.shape),
+  "reversed": lambda x: x[:, ::-1],
+  "added": lambda x: jnp.cumsum(x, 0),
+  "sorted": lambda x: jnp.sort(x, 0),
+  "centred": lambda x: x - x.mean(0, keepdims=True),
+  "softmax over all": lambda x: jax.nn.softmax(x, 0),
+  "rolled": lambda x: jnp.roll(x, 1, 0),
+  "doubled": lambda x: jnp.concatenate([x, 2 * x], 0)[: x.shape[0]],
+  "stacked": lambda x: jnp.concatenate([x, x**2], 0).reshape(2, *x.shape).sum(0),
+  "padded": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
+  "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
+  "normed": lambda x: x / (1 + jnp.sqrt((x**2).sum(-1, keepdims=True))),
+  "times the mean": lambda x: x * x.mean(),
+  "plus one": lambda x: x + jnp.ones_like(x),
+  "shifted": lambda x: jax.lax.pad(x, np.float32(0), ((1, -1, 0), (0, 0, 0), (0, 0, 0))),
+  "first half set": lambda x: x.at[: x.shape[0] // 2].set(0.0),
+  "first half added": lambda x: x.at[: x.shape[0] // 2].add(1.0),
+  "first columns set": lambda x: x.at[:, :2].multiply(2.0),
+  "pooled": lambda x: nnx.max_pool(x, (2,), (1,), "SAME"),
+  "by its place": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None],
+}
+ENDS = {
+  "mean": lambda x: x.mean(),
+  "sum": lambda x: x.sum(),
+  "mean of squares": lambda x: (x**2).mean(),
+  "square of the mean": lambda x: x.mean() ** 2,
+  "largest of each": lambda x: x.max(-1).mean(),
+  "largest": lambda x: x.max(),
+  "scaled sum": lambda x: x.sum() / x.shape[0],
+  "sum of sums": lambda x: 3 * x.sum(0).sum() - x[:, 0].sum(),
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+  names=st.lists(st.sampled_from(sorted(UNARY)), min_size=0, max_size=4),
+  end=st.sampled_from(sorted(ENDS)),
+  how=st.sampled_from(["mean", "sum"]),
+  seed=st.integers(0, 99),
+)
+def test_what_is_said_to_follow_does(names, end, how, seed):
+  def loss(p, b):
+    x = b["x"] @ p["w"]
+    for name in names:
+      x = UNARY[name](x, p) if name == "product" else UNARY[name](x)
+    return ENDS[end](x) + 0.1 * (x.mean() if how == "mean" else x.sum()) * p["b"].sum()
+
+  scales, why = read(loss, how)
+  if not why:
+    assert difference(loss, how, scales, seed=seed) < 1e-4
 
 
 class Net(nnx.Module):

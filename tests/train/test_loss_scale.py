@@ -11,13 +11,18 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from train import models
-from train.models import Net, arrays, data, loss_fn, train
+from train.models import MESHES, Net, arrays, data, loss_fn, train
 from training import placed
 
 
 def tiny_loss(model, x):
   """Gradients far below what float16 can hold (6e-8)."""
   return loss_fn(model, x) * 2e-7
+
+
+def sum_loss(model, x):
+  error = (model(x).astype(jnp.float32) - x) ** 2
+  return nxp.weighted(error.sum(), error.size)
 
 
 def plan_on(name, tx, dtype=jnp.float16, **options):
@@ -73,6 +78,16 @@ def test_an_overflow_is_skipped_and_halves_the_scale_and_good_steps_double_it():
   assert int(optimizer.opt_state.good_steps[...]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", list(MESHES))
+def test_microbatches_of_sums_do_not_overflow(name):
+  plan = plan_on(name, nxp.with_loss_scale(optax.adam(1e-2)))
+  _, optimizer, losses = train(plan, data(4), sum_loss, microbatches=2)
+  np.testing.assert_allclose(losses, run(True, jnp.float16)[2], rtol=2e-3)
+  assert int(optimizer.opt_state.skipped[...]) == 0
+
+
 @pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_in_a_step_of_your_own():
   plan = plan_on("dp x fsdp x tp", nxp.with_loss_scale(optax.adam(1e-2)))
@@ -88,3 +103,21 @@ def test_in_a_step_of_your_own():
 
   losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))) for batch in data(4)]
   np.testing.assert_allclose(losses, run(True, jnp.float16)[2], rtol=1e-3)
+
+
+@pytest.mark.nightly
+def test_the_gradients_that_an_optimizer_takes_of_the_loss_are_scaled_too():
+  def update(grads, state, params=None, *, value_fn, **_):
+    return jax.tree.map(lambda g: -1e6 * g, jax.grad(value_fn)(params)), state
+
+  found = {}
+  for dtype in (jnp.float32, jnp.float16):
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    model = nnx.Linear(16, 16, dtype=dtype, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, nxp.with_loss_scale(tx), wrt=nnx.Param)
+    before = np.asarray(model.kernel[...])
+    nxp.train_step(tiny_loss, microbatches=2)(model, optimizer, data(1)[0])
+    found[dtype] = np.asarray(model.kernel[...]) - before
+  moved = np.abs(found[jnp.float32]).max()
+  assert moved > 0
+  np.testing.assert_allclose(found[jnp.float16], found[jnp.float32], atol=0.01 * moved)

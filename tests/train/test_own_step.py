@@ -189,3 +189,41 @@ def test_a_parameter_is_gathered_behind_its_cast_and_inside_of_a_scan_and_a_chec
   assert "scan" in inside
   assert {"checkpoint", "remat2", "remat"} & {*inside}
   assert (aval.dtype, aval.shape, tuple(spec)) == (jnp.bfloat16, (64, 64), (None, "tensor"))
+
+
+def by_hand(mesh):
+  model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+  model.kernel.set_value(jax.device_put(model.kernel[...], jax.NamedSharding(mesh, jax.P("a", "b"))))
+  return model
+
+
+def test_a_parameter_that_a_condition_returns_cannot_be_gathered_where_it_is_read():
+  mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  model = by_hand(mesh)
+
+  def loss(model, x):
+    kernel = jax.lax.cond(x.sum() > 0, lambda w: w, lambda w: 2 * w, model.kernel[...])
+    return (x @ kernel).sum()
+
+  gathered = nxp.parallel.gather_on_read(loss, model, batch_axes=("a",))
+  with pytest.raises(nxp.errors.TrainError, match="a parameter that comes from a branch of a condition"):
+    traced(gathered, model, jnp.ones((8, 64)))
+
+
+def test_the_gradient_of_a_gathered_loss_can_be_differentiated_again():
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, nxp.fsdp(min_size=0))
+  x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+  loss = lambda model, x: (jnp.tanh(model(x)) ** 2).mean()
+
+  def curvature(model, of):
+    graphdef, state = nnx.split(model)
+    run = lambda state: of(nnx.merge(graphdef, state), x)
+    ones = jax.tree.map(jnp.ones_like, state)
+    return jax.jit(lambda s: jax.jvp(jax.grad(run), (s,), (ones,))[1])(state)
+
+  live = nxp.create_sharded_model(plan)
+  found = curvature(live, nxp.parallel.gather_on_read(loss, live))
+  wanted = curvature(nxp.unsharded(plan.init), loss)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

@@ -100,6 +100,18 @@ def test_data_shards_differ_and_model_shards_agree(kind):
   assert len({row.tobytes() for row in both.reshape(8, 16)}) == 8
 
 
+def test_streams_split_over_layers_are_folded_one_by_one():
+  rngs = nnx.Rngs(0)
+  stream = rngs.dropout.split(3)
+  graphdef, state = nnx.split(stream)
+
+  def draw(state):
+    return jax.vmap(uniform)(nxp.parallel.fold_rng_over_axis(nnx.merge(graphdef, state), "data").key[...])
+
+  found = drawn(draw, state)
+  assert len({row.tobytes() for row in found[:, 0].reshape(12, 16)}) == 12
+
+
 @pytest.mark.auto_axes("its shard_map gets arrays of other types")
 def test_the_module_keeps_its_keys_and_its_counters_advance():
   dropout = nxp.create_sharded_model(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nxp.make_mesh(MESH))

@@ -355,3 +355,19 @@ def test_rounding_with_a_rule_of_its_own_is_no_alarm():
   found = check(lambda: Block(None, lambda x: straight_through(x, scale_by_largest)))
   assert found.comparisons[0].verdict == "not decided"
   assert "the reverse rule of quantized, which rounds, is not linear" in found.summary
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_each_of_many_equal_layers_is_looked_at():
+  class Deep(nnx.Module):
+    def __init__(self):
+      self.layers = nnx.List([nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(n)) for n in range(20)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+      for n, layer in enumerate(self.layers):
+        x = x + x @ (in_reverse(double) if n == 18 else same)(layer.kernel[...]) * 0.1
+      return x
+
+  found = check(Deep)
+  assert found.wrong == ("layers.18.kernel",)

@@ -119,6 +119,16 @@ def loss_of_square(model, x):
   return (model(x).astype(jnp.float32) ** 2).mean()
 
 
+def test_change_below_the_rounding_of_a_parameter_is_said_to_be_unseen():
+  found = nxp.check_step(
+    *two_plans(lambda: Wrong("bfloat16"), optax.sgd(1e-6)), loss_of_square, X.astype("bfloat16")
+  )
+  assert [row.note for row in found.leaves if row.name == "up.kernel"] == [
+    "not decided: no change above the rounding of bfloat16"
+  ]
+  assert "2 of 3 arrays changed by the same" in str(found)
+
+
 @pytest.mark.slow
 def test_integers_keys_and_float64_are_compared_exactly():
   class Counts(Wrong):
@@ -173,3 +183,13 @@ def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):
   tx = optax.chain(optax.adam(1e-2), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
   found = nxp.check_step(*two_plans(lambda: Small(nnx.Rngs(0)), tx), loss_of_square, X)
   assert {row.name.partition(".")[0] for row in found.leaves if not row} == {part}
+
+
+@pytest.mark.slow
+def test_a_coarse_reduction_is_compared_with_one_device_that_reduces_nothing():
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(),
+                  optimizer=optax.adam(1e-3))  # fmt: skip
+  batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+  found = nxp.check_step(plan, None, lambda model, x: (model(x) ** 2).mean(), batch, reduction="bfloat16")
+  assert found
+  assert "changed by the same, to 1e-01" in str(found)
