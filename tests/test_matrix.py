@@ -96,11 +96,6 @@ CELLS = list(dict.fromkeys(cells()))
 EVERYDAY = CELLS[:: len(CELLS) // 6]
 
 
-def marks_of(cell):
-  marks = [pytest.mark.everyday] if cell in EVERYDAY else []
-  return marks + [pytest.mark.usefixtures("compiled_here")] * ("stage" in LAYOUTS[cell[1]])
-
-
 @functools.cache
 def init(model):
   features, _ = MODELS[model]
@@ -147,9 +142,11 @@ def golden():
 
 @pytest.mark.parametrize(
   ("model", "layout", "option"),
-  [pytest.param(*cell, marks=marks_of(cell)) for cell in CELLS],
+  [pytest.param(*cell, marks=[pytest.mark.everyday] * (cell in EVERYDAY)) for cell in CELLS],
 )
-def test_a_model_trains_as_on_one_device(model, layout, option):
+def test_a_model_trains_as_on_one_device(model, layout, option, request):
+  if "stage" in LAYOUTS[layout]:
+    request.getfixturevalue("compiled_here")
   wanted = golden()[f"{model}, {microbatches_of(layout, option)}"]
   found = trained(model, LAYOUTS[layout], (OPTIONS | PIPELINES)[option])
   np.testing.assert_allclose(found.losses, wanted["losses"], rtol=1e-4)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 from tests.decode import test_generate as plain
 from tests.decode.test_rows import Calls
 from training import placed
@@ -162,3 +163,45 @@ def test_slots_read_long_prompts_in_chunks(layout):
   given = {"lengths": LENGTHS[twice], "requests": twice, "key": jax.random.key(7)}
   found = generate(slotted(layout), PROMPTS[twice], **given)
   assert plain.rows(found) == [expected[n] for n in twice]
+
+
+WINDOWED = Config(
+  vocab=VOCABULARY,
+  width=FEATURES,
+  hidden=32,
+  heads=4,
+  kv_heads=2,
+  head_dim=4,
+  ropes=(Rope(),) * 2,
+  windows=(6, None),
+  score_scale=0.5,
+)
+
+
+def decoded(model, tokens, position, cache):
+  return model(tokens, cache, position)
+
+
+def windowed():
+  model = Decoder(WINDOWED, nnx.Rngs(0))
+  model.embed_tokens.embedding[...] *= 8  # else each row repeats one token
+  return model
+
+
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_caches_that_are_an_argument(kind):
+  whole, expected = nxp.unsharded(windowed), []
+  options = {"call": decoded, "cache": whole.empty_cache}
+  generate = nxp.generator(NEW, **options)
+  for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+    expected += plain.rows(generate(whole, prompt[None], lengths=np.array([length])))
+  assert len({*map(tuple, expected)}) == BATCH
+  mesh = nxp.make_mesh(fsdp=4, tensor=2, explicit=kind == "explicit")
+  model = placed(nxp.plan(windowed, mesh, nxp.fsdp(min_size=64)))
+  options["cache"] = model.empty_cache
+  for more in ({}, {"slots": 8}):
+    generate = nxp.generator(NEW, prefill=8, **options, **more)
+    assert plain.rows(generate(model, PROMPTS, lengths=LENGTHS)) == expected
+    assert "each row at its own position" in str(generate.layers)
