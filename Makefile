@@ -10,6 +10,7 @@ FUZZ_ARGS ?=
 SEEDS ?= 0:100
 STEPS ?=
 EXPLICIT = tests/layout tests/create tests/train tests/decode tests/systems
+TORTURED = tests/checkpoint/test_promises.py tests/checkpoint/test_histories.py
 UPGRADES ?= JAX_REMAT3 JAX_CUSTOM_VJP3 JAX_CUSTOM_JVP3
 
 SHELL := /bin/sh
@@ -28,9 +29,8 @@ help:  ## this list
 demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (2 minutes)
 	@$(bin)/python tools/demo.py
 
-test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (five minutes)
+test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (eight minutes)
 	@$(pytest) --first $(PYTEST_ARGS)
-	@echo "left out: tests over two seconds, further cases, most guides. Fix: make test-all (an hour)"
 
 explicit: setup  ## tests of layouts and training, one case of each, on meshes with Explicit axes (two minutes)
 	@$(pytest) --first --explicit $(EXPLICIT) $(PYTEST_ARGS)
@@ -75,28 +75,32 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 	@$(bin)/python -m benchmarks
 
 torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
-	@$(bin)/python -m benchmarks.torture
+	@$(bin)/python -m searches.torture
+	@RANDOM_TREES=300 RANDOM_HISTORIES=300 $(bin)/python -m pytest -q --timeout=0 $(TORTURED)
 
 soak: setup  ## disturbs a supervised run (kills, disks, data, a second job) and compares its losses (10 minutes)
-	@$(bin)/python -m benchmarks.soak
+	@$(bin)/python -m searches.soak
 
 fuzz: setup  ## searches for programs that a step gets wrong: random models under random layouts (15 minutes)
-	@$(bin)/python -m benchmarks.fuzz --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
+	@$(bin)/python -m searches.fuzz --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
 
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
-	@$(bin)/python -m benchmarks.seams --seeds $(SEEDS)
+	@$(bin)/python -m searches.seams --seeds $(SEEDS)
 
-upgrades: setup  ## `make test` with each flag that JAX plans to turn on (five minutes each)
+upgrades: setup  ## `make test` with each flag that JAX plans to turn on, and on pre-releases (eight minutes each)
 	@failed=; for flag in $(UPGRADES); do \
 	  echo "== $$flag=1"; \
 	  env $$flag=1 $(pytest) -q --first $(PYTEST_ARGS) || failed="$$failed $$flag"; \
-	done; test -z "$$failed" || { echo "tests fail with$$failed" >&2; exit 1; }
+	done; \
+	$(bin)/python tools/prereleases.py $(PYTHON) $(VENV)-pre -n $(WORKERS) --dist worksteal -q --first $(PYTEST_ARGS) \
+	  || failed="$$failed pre-releases"; \
+	test -z "$$failed" || { echo "tests fail with$$failed" >&2; exit 1; }
 
 nightly:  ## every test and guide on each Python here, then the long searches (4 hours); STEPS="test-all fuzz": some
 	@.ci/run --nightly $(STEPS)
 
 clean:  ## deletes $(VENV) and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"
+	rm -rf $(VENV) $(VENV)-pre build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make <target> PYTHON=/path/to/python3.11 (or newer)" >&2; exit 1; }

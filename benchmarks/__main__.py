@@ -2,7 +2,7 @@
 
 Each benchmark runs in its own process; `python -m benchmarks.NAME` runs one benchmark with its own options. A
 benchmark is a module that writes a record. Some benchmarks measure `by_hand.py` and `llama.py`, which are not
-benchmarks. `make torture` runs `torture.py`, and `make store` runs `object_store.py`.
+benchmarks. `make store` runs `object_store.py`; searches are in `searches/`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ NOT_MEASURED = {
   "llama",
   "maxtext_step",
   "object_store",
-  "torture",
-  "fuzz",
-  "fuzz_programs",
-  "fuzz_shrink",
 }
 
 

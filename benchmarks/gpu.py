@@ -32,7 +32,7 @@ import optax
 
 import nnx_parallel as nxp
 from benchmarks import by_hand, decode, experts
-from benchmarks.harness import Record, Timing, environment, measure
+from benchmarks.harness import Record, Timing, measure
 
 
 class Size(NamedTuple):
@@ -312,7 +312,7 @@ def main() -> None:
     return
   for group in chosen:
     makes[group]()
-  print(record.markdown(environment()))
+  print(json.dumps(record.rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def _cpu_name() -> str:
 
 @dataclass
 class Record:
-  """One benchmark's result, written as `<name>.json` and `<name>.md`.
+  """One benchmark's result, written as `<name>.json`.
 
   Attributes:
     name: the file name, for example `"step"`.
@@ -213,103 +213,45 @@ class Record:
       self.rows.sort(key=lambda row: order[row["group"]])
       self.write()
 
+  def keep_other_groups(self) -> None:
+    """Adds the rows last written of groups that this run does not have."""
+    path, groups = RESULTS / f"{self.name}.json", {row["group"] for row in self.rows}
+    written = json.loads(path.read_text())["rows"] if path.exists() else []
+    self.rows += [row for row in written if row["group"] not in groups]
+
   def write(self, directory: Path = RESULTS) -> Path:
-    """Writes both files and prints the table; returns the path of the markdown."""
+    """Writes the file, whose path it returns, and prints its rows."""
     directory.mkdir(parents=True, exist_ok=True)
-    where = environment()
     content = {
       "title": self.title,
       "command": self.command,
-      "environment": where,
+      "environment": environment(),
       "notes": self.notes,
       "rows": self.rows,
     }
-    (directory / f"{self.name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    page = directory / f"{self.name}.md"
-    page.write_text(self.markdown(where))
-    print(page.read_text())
-    return page
-
-  def markdown(self, where: Mapping[str, Any]) -> str:
-    """The record as a page: tables, notes, and where it was measured."""
-    timed = [row for row in self.rows if "ratio" in row]
-    valued = [row for row in self.rows if "value" in row]
-    parts = [f"# {self.title}", f"`{self.command}`"]
-    if compared := pivoted(timed, ratio_text):
-      parts += ["Ratios to the case that shows a time, and their quartiles:", *compared]
-    elif timed:
-      header = ("group", "case", "ratio", "quartiles", "median", "rounds", "baseline")
-      parts.append(table(header, [_timed_cells(row) for row in timed]))
-    if tables := pivoted(valued, figure_text):
-      parts += tables
-    elif valued:
-      parts.append(
-        table(("group", "case", "value"), [(r["group"], r["case"], figure_text(r)) for r in valued])
-      )
-    parts += self.notes
-    parts.append(", ".join(f"{name} {value}" for name, value in where.items()))
-    return "\n\n".join(parts) + "\n"
-
-
-COLUMNS = 14
-"""The most figures in a row of a table."""
-
-
-def pivoted(rows: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]], str]) -> list[str]:
-  """Tables with a row for each case and a column for each figure; none where each case has its own figures.
-
-  A figure is the part of a case after ": ", where all cases have one, else the case within its group. Cases
-  with figures that no table has start a new one.
-  """
-  last = {row["case"].rsplit(": ", 1)[-1] for row in rows}
-  split = all(": " in row["case"] for row in rows) and len(last) <= COLUMNS
-  cases: dict[tuple[str, ...], dict[str, str]] = {}
-  for row in rows:
-    *name, figure = row["case"].rsplit(": ", 1) if split else [row["case"]]
-    cases.setdefault((row["group"], *name), {})[figure] = cell(row)
-  tables: list[list[tuple[str, ...]]] = []
-  for key, figures in cases.items():
-    for keys in reversed(tables):
-      shown = {figure for other in keys for figure in cases[other]}
-      if shown & figures.keys() and len(shown | figures.keys()) <= COLUMNS:
-        keys.append(key)
-        break
-    else:
-      tables.append([key])
-  if 2 * len(tables) > len(cases):
-    return []
-  return [_pivot({key: cases[key] for key in keys}) for keys in tables]
+    path = directory / f"{self.name}.json"
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    cells = [
+      (row["group"], row["case"], (figure_text if "value" in row else ratio_text)(row)) for row in self.rows
+    ]
+    print(table(("group", "case", "figure"), cells))
+    return path
 
 
 def figure_text(row: Mapping[str, Any]) -> str:
-  return f"{row['value']:.6g} {row['unit']}".rstrip()
+  return f"{three(row['value'])} {row['unit']}".rstrip()
+
+
+def three(value: float) -> str:
+  """Three significant digits, and all those before the point."""
+  return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
 def ratio_text(row: Mapping[str, Any]) -> str:
   if row["case"] == row["baseline"]:
     return _duration(row["median_seconds"])
   low, high = row["ratio_quartiles"]
-  return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
-
-
-def _pivot(cases: Mapping[tuple[str, ...], Mapping[str, str]]) -> str:
-  figures = list(dict.fromkeys(figure for found in cases.values() for figure in found))
-  names = ("group", "case")[: max(map(len, cases))]
-  rows = [(*key, *(found.get(figure, "") for figure in figures)) for key, found in cases.items()]
-  return table((*names, *figures), rows)
-
-
-def _timed_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-  low, high = row["ratio_quartiles"]
-  return (
-    row["group"],
-    row["case"],
-    f"{row['ratio']:.2f}",
-    f"{low:.2f} to {high:.2f}",
-    _duration(row["median_seconds"]),
-    str(row["rounds"]),
-    row["baseline"],
-  )
+  return f"{row['ratio']:.3g} ({low:.3g} to {high:.3g})"
 
 
 def _duration(seconds: float) -> str:

@@ -20,11 +20,12 @@ HAND = "by hand"
 
 HEAD = """# Measured
 
-`python -m benchmarks.headlines` writes this page from the records in `benchmarks/results`. Each record states
-the command of the measurement, the hardware and the date. One GPU was timed (the first table). All other
-machines were virtual, with two CPU cores and simulated devices; programs for TPUs and several GPUs were
-compiled by the compilers of these devices and did not run. A ratio compares two cases that ran alternately in
-one process. This page shows medians; the records also show quartiles."""
+`python -m benchmarks.headlines` writes this page from the records in `benchmarks/results`. These files have
+all figures, with quartiles, and the notes, command, hardware, date and versions of each measurement. One GPU
+was timed (the first table). All other machines were virtual, with two CPU cores and simulated devices.
+Programs for TPUs and several GPUs were compiled by the compilers of these devices and did not run. A ratio
+compares two cases that ran alternately in one process. This page shows medians, with three significant
+digits."""
 
 
 class Row(NamedTuple):
@@ -111,19 +112,6 @@ def creation() -> list[Row]:
   return rows_of("creation", {group: group for group in groups}, cases)
 
 
-def matrices() -> list[Row]:
-  """Products and bytes of Muon."""
-  meshes = ("fsdp 8", "fsdp 4 x tensor 2", "data 2 x fsdp 4", "data 8")
-  cases = [
-    f"{case}: {what}" for what in ("FLOPs", "sent") for case in ("optax.contrib.muon", "per_matrix(muon)")
-  ]
-
-  def ratio(mesh: str, case: str) -> str:
-    return f"{float(figure('per_matrix', f'tpu:v5e:2x4, {mesh}', case).split()[0]):.2f}"
-
-  return [Row(mesh, tuple(ratio(mesh, case) for case in cases)) for mesh in meshes]
-
-
 def decoder() -> list[Row]:
   """Memory and bytes of an 8B decoder."""
   where = "tpu:v5e:4x4, fsdp 16, depth 32, "
@@ -139,16 +127,6 @@ def decoder() -> list[Row]:
   return [
     *rows,
     Row("MaxText, defaults", (figure("report_8b", maxtext, "need per device, fits"), "", "", "")),
-  ]
-
-
-def low_precision() -> list[Row]:
-  """Losses of a small model in low precision."""
-  forms = ("float32", "bfloat16", "int8", "float8", "MXFP8", "NVFP4, forward only", "NVFP4")
-  figures = ("training loss", "validation loss", "validation, less bfloat16's")
-  return [
-    Row(form, tuple(figure("low_precision", "losses", f"{form}: {f}").split()[0] for f in figures))
-    for form in forms
   ]
 
 
@@ -168,22 +146,6 @@ def large() -> list[Row]:
     "mixture of 107B, SparseCores": "mixture, fsdp 32 x expert 8, SparseCore",
   }
   return rows_of("large", cases, ("need per device", "sent", "exposed"))
-
-
-def overlap() -> list[Row]:
-  """What is sent while something is computed, with and without the SparseCores."""
-  programs = {
-    "train step, v5p, fsdp 256": "decoder of 70B, v5p:4x8x8, fsdp 256",
-    "layers, v6e, fsdp 256": "layers of 70B, v6e:16x16, fsdp 256",
-    "layers, v5p, fsdp 16 x tensor 4": "layers of 70B, v5p:4x4x4, fsdp 16 x tensor 4",
-  }
-  shown = ("sent", "overlapped", "cycles", "in windows")
-  groups = {
-    f"{name}, {options}": f"{case}, {options}"
-    for name, case in programs.items()
-    for options in ("no option", "SparseCore")
-  }
-  return rows_of("overlap", groups, shown)
 
 
 def checkpoints() -> list[Row]:
@@ -207,30 +169,61 @@ def checkpoints() -> list[Row]:
   ]
 
 
+def pipelines() -> list[Row]:
+  """Time and memory of a pipeline, by the number of its stages."""
+  names = ("no pipeline", "2 stages", "4 stages", "8 stages")
+  cases = ("", ": arguments of a device", ": temporaries of a device", ": bubble")
+  return [
+    Row(name, tuple(figure("pipeline", "", name + case) if (name, case) != (names[0], cases[3]) else ""
+                    for case in cases))
+    for name in names
+  ]  # fmt: skip
+
+
+def experts() -> list[Row]:
+  """Time and memory of experts over a mesh axis."""
+  cases = (
+    "dense",
+    "capacity",
+    "dropless",
+    *(f"{kind}: temporaries of a device" for kind in ("dense", "dropless")),
+  )
+  groups = [f"{n} experts" for n in (4, 8, 16, 32)]
+  return rows_of("experts", {group: group for group in groups}, cases)
+
+
 def searches() -> list[Row]:
   """How often something was wrong."""
-  kills, soak = record("torture"), record("soak")["rows"]
-  fuzz = {row["group"]: row for row in record("fuzz")["rows"] if row["case"] == "programs"}
-  wrong = {row["group"]: row["value"] for row in record("fuzz")["rows"] if row["case"] == "wrong"}
-  soaked = {row["case"]: f"{row['value']:g}" for row in soak}
+  fuzz, torture, soak = ({(r["group"], r["case"]): r["value"] for r in record(n)["rows"]} for n in SEARCHES)
+
+  def total(group: str, *cases: str) -> str:
+    return str(sum(n for (g, case), n in torture.items() if g == group and (not cases or case in cases)))
+
+  way = "jax 0.12.0.1, Shardy, Auto"
   return [
-    *(
-      Row(f"random models and layouts, with a {how}", (f"{fuzz[key]['value']:g}", f"{wrong.get(key, 0):g}"))
-      for how, key in (
-        ("plain jax.jit step", "plain, jax 0.12.0.1, Shardy, Auto"),
-        ("step of nxp.train_step", "toolkit, jax 0.12.0.1, Shardy, Auto"),
-      )
-    ),
+    Row(
+      f"random models and layouts, with a {how}",
+      (str(fuzz[key, "tried"]), str(fuzz.get((key, "wrong"), 0))),
+    )
+    for how, key in (("plain jax.jit step", f"plain, {way}"), ("step of nxp.train_step", f"toolkit, {way}"))
+  ] + [
     Row(
       "runs killed at a random moment, last checkpoint restored",
-      (f"{sum(kills['kills'].values())}", f"{kills['lost or wrong after a kill']}"),
+      (total("kills"), total("kills", "lost or wrong")),
     ),
     Row(
       "checkpoints with damaged or swapped files, restored",
-      (f"{sum(kills['corruptions'].values())}", f"{kills['corruptions'].get('wrong', 0)}"),
+      (total("corruptions"), total("corruptions", "wrong", "unnamed")),
     ),
-    Row("kills, bad disks and other troubles of a supervised run", (soaked["all"], soaked["problems"])),
+    Row(
+      "kills, bad disks and other troubles of a supervised run",
+      (str(soak["troubles", "all"]), str(soak["run", "problems"])),
+    ),
   ]
+
+
+PARITY = "Float32 training on every layout against one device, 100 steps"
+SEARCHES = ("fuzz", "torture", "soak")
 
 
 HEADLINES = (
@@ -277,7 +270,7 @@ HEADLINES = (
     "The batch has 16 sequences of 4096 tokens. All programs use AdamW, float32 state, bfloat16 compute"
     " and rematerialized layers. The case `plain` is an unedited decoder with a loop over an `nnx.List`,"
     " whose layers `nxp.train_step` finds. The figure of MaxText is from [another"
-    " record](results/report_8b.md).",
+    " record](results/report_8b.json).",
     "plain_8b",
     ("", "memory per chip", "temporaries", "sent per chip and step", "matrix FLOPs per chip"),
     decoder,
@@ -293,41 +286,29 @@ HEADLINES = (
     large,
   ),
   Headline(
-    "What the TPU compiler overlaps",
-    "The column `overlapped` shows the bytes that a chip sends while it computes, according to the schedule"
-    " of the compiler. The column `cycles` shows the compiler's estimate for all computations, and the column"
-    " `cycles in windows` its estimate for the computations that run during a collective. The layers have the"
-    " sizes of Llama 3 70B. [A guide](../guides/27-overlap-communication.md) lists the"
-    " options.",
-    "overlap",
-    ("", "sent", "overlapped", "cycles", "cycles in windows"),
-    overlap,
-  ),
-  Headline(
-    "Muon on sharded matrices, compiled for 8 TPU v5e",
-    "The first two columns are the FLOPs of the update on a device, as a ratio to one eighth of the FLOPs"
-    " of the products of all matrices. The last two columns are the bytes that a step sends, as a ratio to a"
-    " step with Adam.",
-    "per_matrix",
-    ("", "FLOPs, muon", "FLOPs, per_matrix(muon)", "sent, muon", "sent, per_matrix(muon)"),
-    matrices,
-  ),
-  Headline(
-    "Low precision",
-    "The table shows the losses of a small language model on text, in nats per byte, after 500 steps from the"
-    " same parameters with the same batches. Qwix emulates the formats. With NVFP4 in both passes, most"
-    " gradients become zero, because Qwix has no scale for the whole tensor.",
-    "low_precision",
-    ("", "training loss", "validation loss", "validation loss minus bfloat16"),
-    low_precision,
-  ),
-  Headline(
     "Checkpoints",
-    "Each case saves or restores 0.5 GB of parameters and Adam moments on 8 simulated devices. The baseline"
+    "Each case saves or restores 2 GB of parameters and Adam moments on 8 simulated devices. The baseline"
     " only moves the same bytes, and the last two columns are ratios to its time.",
     "checkpoint",
     ("", "baseline", "its time", "Orbax", "nxp.Checkpointer"),
     checkpoints,
+  ),
+  Headline(
+    "Pipelines",
+    "The table shows the step of a stack of layers as a pipeline on 8 simulated devices, against the same"
+    " microbatches without one: time (the ratio to no pipeline), memory of a device, and the part of the time"
+    " in which a stage waits, by theory.",
+    "pipeline",
+    ("", "time", "arguments", "temporaries", "bubble"),
+    pipelines,
+  ),
+  Headline(
+    "Experts over a mesh axis",
+    "The table shows the time of a layer whose experts lie on 8 simulated devices, as a ratio to all experts"
+    " on all tokens (`dense`), and temporaries of a device.",
+    "experts",
+    ("", "dense", "with a capacity", "dropless", "temporaries, dense", "temporaries, dropless"),
+    experts,
   ),
   Headline(
     "Searches for what is wrong",
@@ -340,18 +321,34 @@ HEADLINES = (
 )
 
 
+def origin(name: str) -> str:
+  """When, on what and how a record was measured."""
+  made = record(name)
+  where = made["environment"]
+  return (
+    f"[{where['date']}, {where['devices']}, jax {where['jax']}: `{made['command']}`](results/{name}.json)"
+  )
+
+
 def page() -> str:
   """The page."""
   parts = [HEAD]
   for headline in HEADLINES:
     rows = [(row.name, *row.figures) for row in headline.rows()]
+    names = SEARCHES if headline.record == "fuzz" else (headline.record,)
     parts += [
       f"## {headline.title}",
-      f"{headline.text} [All figures](results/{headline.record}.md).",
+      headline.text,
       table(headline.columns, rows),
+      "\\\n".join(origin(name) for name in names),
     ]
-  titles = {path.stem: path.read_text().splitlines()[0][2:] for path in sorted(RESULTS.glob("*.md"))}
-  parts += ["## All records", "\n".join(f"- [{stem}](results/{stem}.md): {t}" for stem, t in titles.items())]
+  titles = {
+    path.stem: json.loads(path.read_text()).get("title", PARITY) for path in sorted(RESULTS.glob("*.json"))
+  }
+  parts += [
+    "## All records",
+    "\n".join(f"- [{stem}](results/{stem}.json): {t}" for stem, t in titles.items()),
+  ]
   return "\n\n".join(parts) + "\n"
 
 

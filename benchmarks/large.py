@@ -225,7 +225,7 @@ NOTES = [
   " recomputation, gradients in bfloat16, no clipping, a fused attention, and no token is dropped. Its batch"
   " also has positions and segment ids; its loss is not computed in chunks.",
   f"Batches of {BATCH} sequences of {LENGTH} tokens, AdamW, float32 state, bfloat16 compute. Compiled by"
-  " `jax[tpu]`; nothing was run. SparseCore: compiler options of [another record](overlap.md).",
+  " `jax[tpu]`; nothing was run. SparseCore: compiler options of [another record](overlap.json).",
   "Sent: by each device in a step with ring algorithms; an all-reduce sends its payload twice. The least with"
   " FSDP: the weights are gathered twice and the gradients are reduce-scattered once, in bfloat16, 6 bytes"
   " for each parameter. Exposed: what no computation overlaps with in the compiler's schedule.",

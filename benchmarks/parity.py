@@ -175,49 +175,6 @@ def worst(run: dict[str, Any]) -> float:
   return max(max(row["loss"], row["norm"]) for row in run["rows"])
 
 
-def page(runs: dict[str, Any]) -> str:
-  """One line for each case, with a column for each optimizer and version of jax."""
-  columns = [(version, optimizer) for version in runs for optimizer in OPTIMIZERS]
-  cells = {
-    (version, row["optimizer"], Case(row["layout"], row["zero"], row["microbatches"])): row
-    for version, run in runs.items()
-    for row in run["rows"]
-  }
-  lines = [
-    "| " + " | ".join(["case", *(f"{version}, {optimizer}" for version, optimizer in columns)]) + " |",
-    "| " + " | ".join(["---"] * (len(columns) + 1)) + " |",
-  ]
-  for case in CASES:
-    found = [cells[version, optimizer, case] for version, optimizer in columns]
-    lines.append(
-      "| " + " | ".join([str(case), *(f"{row['loss']:.1e} / {row['norm']:.1e}" for row in found)]) + " |"
-    )
-  largest = ", ".join(f"{worst(run):.1e} with {version}" for version, run in runs.items())
-  return (
-    "\n\n".join(
-      [
-        f"# Float32 training on every layout against one device, {STEPS} steps",
-        "`python -m benchmarks.parity`, once with each Python",
-        f"Largest of all: {largest}; the bound is 1e-5.",
-        "\n".join(lines),
-        "Each cell: the largest relative difference over all steps of the loss, and over all steps and"
-        " parameters of the norm of a gradient as the optimizer got it. All runs start from one initial"
-        " model. Targets that are padding are spread unevenly, so microbatches and shards have different"
-        " weights.",
-        "Where it can fail: a loss on its way to 0 is a difference of nearly equal numbers, so its relative"
-        " error grows (adamw at 1e-2 without noise in the data ends at 4e-5, and layouts are 2e-3 apart)."
-        " Here noise keeps it of order 1.",
-        *(
-          ", ".join(f"{name} {value}" for name, value in run["environment"].items())
-          + f", processor time {run['processor_seconds']:.0f} s"
-          for run in runs.values()
-        ),
-      ]
-    )
-    + "\n"
-  )
-
-
 def main() -> None:
   from benchmarks.harness import RESULTS
 
@@ -225,7 +182,6 @@ def main() -> None:
   runs: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
   runs[f"jax {jax.__version__}"] = run = measured()
   file.write_text(json.dumps(runs, indent=1) + "\n")
-  file.with_suffix(".md").write_text(page(runs))
   if worst(run) > 1e-5:
     sys.exit(f"{worst(run):.1e} is more than 1e-5")
 

@@ -37,7 +37,7 @@ NOTES = [
   "The model is Llama-shaped with scanned layers: 4 of width 1024, 32 768 words, 32 sequences of 4096"
   " tokens, in bfloat16, and for CPUs, which have no products in it, in float32.",
   "A ratio over 1 means that the compiler needed more, as it should: the plan counts the least. One model"
-  " shape says little about others; `report_8b.md` has cases of another size.",
+  " shape says little about others; `report_8b.json` has cases of another size.",
 ]
 
 

@@ -25,7 +25,7 @@ author = "the authors of nnx-parallel"
 root_doc = "guides/index"
 include_patterns = [
   "guides/index.rst", "guides/*.md", "guides/api/*.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
-  "benchmarks/README.md", "benchmarks/results/*.md", "examples/README.md",
+  "benchmarks/README.md", "examples/README.md",
 ]  # fmt: skip
 extensions = [
   "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx", "sphinx_copybutton",

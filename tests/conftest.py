@@ -105,6 +105,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption("--first", action="store_true", help=first)
   rest = "what `.ci/run` adds to `make test`: all that is not nightly and that --first leaves out"
   parser.addoption("--rest", action="store_true", help=rest)
+  part = "K/N: the K-th of N shares of the files, of about equally many cases"
+  parser.addoption("--part", metavar="K/N", help=part)
   explicit = "meshes have Explicit axes, as of jax.make_mesh, where a test does not say which"
   parser.addoption("--explicit", action="store_true", help=explicit)
 
@@ -138,6 +140,21 @@ def choose_first(items: list[pytest.Item]) -> set[pytest.Item]:
   return chosen
 
 
+def share(items: list[pytest.Item], part: str) -> set[pytest.Item]:
+  """The items of the files of one share; the fullest file goes to the emptiest share."""
+  number, count = map(int, part.split("/"))
+  files: dict[Path, list[pytest.Item]] = {}
+  for item in items:
+    files.setdefault(item.path, []).append(item)
+  shares: list[list[pytest.Item]] = [[] for _ in range(count)]
+  for cases in sorted(files.values(), key=len, reverse=True):
+    min(shares, key=len).extend(cases)
+  return set(shares[number - 1])
+
+
+LEFT_OUT = pytest.StashKey[str]()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Marks the cases beyond `cases(n)` as nightly, then selects; `-m` and `-k` select from the rest."""
@@ -153,9 +170,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item for item in items if not has(item, "nightly")} - choose_first(items)
   if config.getoption("explicit"):
     kept = {item for item in kept if not has(item, "auto_axes")}
+  if part := config.getoption("part"):
+    kept &= share(items, part)
+  if config.getoption("first"):
+    left = [item for item in items if item not in kept]
+    slow, nightly = (sum(has(item, mark) for item in left) for mark in ("slow", "nightly"))
+    more = len(left) - sum(has(item, "slow", "nightly") for item in left)
+    text = f"left out: {slow} slow cases, {nightly} nightly ones, {more} further cases of quick tests"
+    config.stash[LEFT_OUT] = f"{text}. Fix: make test-all"
+    if hasattr(config, "workeroutput"):
+      config.workeroutput["left_out"] = config.stash[LEFT_OUT]
   if left := [item for item in items if item not in kept]:
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+  """Takes what a worker has left out; each leaves out the same."""
+  node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", "")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+  if text := config.stash.get(LEFT_OUT, ""):
+    terminalreporter.write_line(text)
 
 
 @pytest.fixture(autouse=True)

@@ -29,25 +29,6 @@ def test_claims_that_do_not_hold_are_failures(after, difference, failures):
   assert demo.find_failures(8.5, after, {"one device": difference}) == failures
 
 
-def test_the_comparison_fits_a_terminal_of_80_columns(capsys, monkeypatch):
-  monkeypatch.setenv("COLUMNS", "80")
-  losses = {"never stopped": [1.0, 2.0], "data=4 tensor=2": [1.0, 2.0000006], "one device": [1.0000001, 2.0]}
-  demo.print_comparison(losses, 200)
-  assert capsys.readouterr().out.splitlines() == [
-    "step        never stopped  data=4 tensor=2  one device",
-    "201             1.0000000        1.0000000   1.0000001",
-    "202             2.0000000        2.0000006   2.0000000",
-    "difference                         3.0e-07     1.0e-07",
-  ]
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-  (tmp_path / "thesis.tex").write_text("years of work")
-  with pytest.raises(SystemExit, match="is not empty, and no demo made it"):
-    demo.run(demo.parse(["--out", str(tmp_path)]))
-  assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
 def test_the_folder_of_an_earlier_demo_is_replaced(tmp_path):
   folder = demo.fresh_folder(tmp_path / "demo")
   (folder / "old").touch()

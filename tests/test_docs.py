@@ -142,40 +142,6 @@ def test_each_public_name_is_in_a_guide():
   assert [name for name in PUBLIC if not mentioned(name, text)] == []
 
 
-def test_gaps_in_docstrings_are_found():
-  class Box:
-    """Holds.
-
-    Args:
-      size: in bytes.
-    """
-
-    def __init__(self, size: int, color: str):
-      pass
-
-    def fit(self, size: int, *more: int) -> int:
-      """Makes it as large as this.
-
-      Args:
-        size: in bytes.
-      """
-      raise ValueError(size)
-
-    def shrink(self) -> None:
-      pass
-
-  Box.__module__ = "toy"
-  gaps = ["more is not under Args:", "no Returns:", "no Raises:"]
-  assert missing_from_docs("Box", Box) == [
-    "Box: color is under neither Args: nor Attributes:",
-    *(f"Box.fit: {gap}" for gap in gaps),
-    "Box.shrink: no docstring",
-  ]
-  assert sorted(missing_from_docs("fit", Box.fit)) == sorted(f"fit: {gap}" for gap in [*gaps, "no Example:"])
-  assert missing_from_docs("shrink", Box.shrink) == ["shrink: no docstring"]
-  assert not mentioned("plan", "nxp.planned and explan")
-
-
 def examples():
   for name in WITH_EXAMPLES:
     marks = (pytest.mark.nightly,) if name.removeprefix("nnx_parallel.") in IN_GUIDES else ()

@@ -69,10 +69,3 @@ def test_what_is_left_is_named_and_taken_back(kind, monkeypatch):
       call()
     leaks.take_back(before)
   assert leaks.left_since(before) == []
-
-
-def test_a_thread_that_is_about_to_end_is_waited_for():
-  before = leaks.read()
-  timer = threading.Timer(0.2, lambda: None)
-  timer.start()
-  assert leaks.left_since(before) == []

@@ -35,6 +35,8 @@ CHOSEN = {
   ("-m", "not nightly"): ["some[0]", "some[3]", "one", *EACH, "slow", "path"],
   ("--first",): ["some[0]", "one", *EACH, "path"],
   ("--rest",): ["some[3]", "slow"],
+  ("--part", "1/2"): ["some[0]", "some[1]", "some[2]", "some[3]", "some[4]", "one", *EACH, "slow", "path"],
+  ("--part", "2/2"): [],
 }
 
 

@@ -672,7 +672,7 @@ def test_a_grouped_product_is_mapped_only_over_all_operands():
 
 
 def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
-  # benchmarks/seams.py leaves such models out; a flax that stacks it makes them right
+  # searches/seams.py leaves such models out; a flax that stacks it makes them right
   class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
       self.linear, self.scale = nnx.Linear(4, 4, rngs=rngs), jnp.ones(8)

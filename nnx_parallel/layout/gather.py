@@ -11,7 +11,7 @@ parallelism means it, there is nothing to decide:
 The constraint comes after a cast, so that half the bytes are sent, and in the body of a scan or a checkpoint,
 so that the backward pass gathers again. Its transpose sums the gradient over the same axes. (A gradient that
 is summed straight into the shards needs 4 % less memory on TPUs, and leaves XLA a product that it gets
-wrong: tests/benchmarks/test_fuzz.py.)
+wrong: tests/searches/test_fuzz.py.)
 
 A table that tokens are looked up in is not gathered, on any mesh. Each device looks up its columns of the
 tokens of all devices along the axis, and the devices exchange them; the gradient goes the same way back:

@@ -49,7 +49,7 @@ Sizes = Mapping[str, int]
 ROOM = 1.5
 """How many times the least memory a compiler is expected to need; a refusal raises it.
 
-It needed 1.03 to 2.76 times as much in the cases of `benchmarks/results/report_figures.md`.
+It needed 1.03 to 2.76 times as much in the cases of `benchmarks/results/report_figures.json`.
 """
 INNER = 8
 """The most devices over which axes that do not split the batch, and pipeline stages, are tried."""

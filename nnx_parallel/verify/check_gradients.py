@@ -29,7 +29,7 @@ from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison
 from nnx_parallel.verify.subject import Subject, power_of_two
 
-# Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
+# Beyond this a closer look follows. benchmarks/results/check_gradients.json: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 # Single leaves round more coarsely; and a closer look decides.
 _CLOSER = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}

@@ -45,15 +45,6 @@ def test_metadata_of_another_array_is_damage(tmp_path, change):
     Checkpointer(tmp_path).restore(tree)
 
 
-def test_a_chunk_that_is_missing_is_not_read_as_zeros(tmp_path):
-  def edit(store):
-    del store["w/c/0/0"]
-
-  tree = damaged(tmp_path, edit)
-  with pytest.raises(CheckpointError, match="step 1 is damaged: model/w cannot be read"):
-    Checkpointer(tmp_path).restore(tree)
-
-
 def test_each_chunk_has_a_checksum_and_orbax_s_own_have_none(tmp_path):
   tree = {"w": np.ones((8, 4), np.float32)}
   Checkpointer(tmp_path / "ours").save(1, tree)

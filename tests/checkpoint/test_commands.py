@@ -11,7 +11,6 @@ from flax import nnx
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same, chunks_of, data_of
 from nnx_parallel.cli.command import main
-from nnx_parallel.loop.loader import load_recipe
 
 RECIPE = """
 import optax
@@ -64,33 +63,6 @@ def test_inspect(run_dir, capsys):
   assert "mu.kernel" not in text
   assert main(["inspect", str(run_dir / "run"), "--step", "15"]) == 1
   assert "cannot find step 15" in capsys.readouterr().err
-
-
-def test_inspect_prints_json_also_of_metrics_that_are_no_numbers(tmp_path, capsys):
-  metrics = {"loss": float("nan"), "best": -float("inf")}
-  nxp.Checkpointer(tmp_path).save(3, {"w": np.ones(2, np.float32)}, metrics=metrics)
-  assert main(["inspect", str(tmp_path), "--json"]) == 0
-
-  def refuse(word):
-    pytest.fail(f"{word} is not JSON")
-
-  record = json.loads(capsys.readouterr().out, parse_constant=refuse)
-  assert (record["step"], record["format"], record["metrics"].keys()) == (3, 6, metrics.keys())
-  np.testing.assert_equal(nxp.Checkpointer(tmp_path).metadata().metrics, metrics)
-
-
-def test_inspect_folds_equal_layers_unless_leaves_are_asked_for(tmp_path, capsys):
-  layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(12)])
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, nnx.Dict(blocks=layers, head=nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
-  assert main(["inspect", str(tmp_path)]) == 0
-  shown = capsys.readouterr().out
-  assert "blocks.*.kernel  12  Param  float32[4,4]  768 B\n" in shown
-  assert "head.kernel          Param  float32[4,2]   32 B\n" in shown
-  assert main(["inspect", str(tmp_path), "--leaves", "model/blocks.1*.kernel"]) == 0
-  shown = capsys.readouterr().out
-  assert "blocks.11.kernel     Param  float32[4,4]   64 B\n" in shown
-  assert "blocks.0.kernel" not in shown
 
 
 def test_verify(run_dir, capsys):
@@ -171,71 +143,3 @@ def test_export_and_import(run_dir, capsys):
   assert "empty.py defines no WEIGHT_MAP" in capsys.readouterr().err
   assert main(["import", out, back, recipe, "--weight-map", str(run_dir / "none.py")]) == 1
   assert "none.py: No such file" in capsys.readouterr().err
-
-
-NAMED = """
-import optax
-from flax import nnx
-import nnx_parallel as nxp
-
-def init():
-  return nnx.Linear(16, 32, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("rows", None)})
-
-def optimizer():
-  return optax.adam(1e-3)
-
-def rules():
-  return nxp.LogicalRules(batch="data", rows=None)
-
-def mesh():
-  return {"data": 4, "tensor": 2}
-"""
-
-
-@pytest.mark.slow
-def test_commands_on_checkpoints_lay_out_as_training_does(run_dir, capsys):
-  (run_dir / "named.py").write_text(NAMED)
-  run, out, files = (str(run_dir / name) for name in ("run", "out", "hf"))
-  way = [str(run_dir / "named.py"), "--rules", "rows=tensor"]
-  split = [*way, "--zero", "1", "--offload"]
-  assert main(["diff", run, *split]) == 0
-  assert main(["export", run, files, *way]) == 0
-  assert main(["reshard", run, out, *split]) == 0
-  assert main(["import", files, str(run_dir / "back"), *split]) == 0
-  for directory in (out, run_dir / "back"):
-    plan = nxp.Plan.from_json(json.dumps(nxp.Checkpointer(directory).metadata().plan))
-    assert plan["kernel"].spec == jax.P("tensor", None)
-    mu = plan["optimizer/opt_state.0.mu.kernel"]
-    assert mu.spec == jax.P("tensor", "data")
-    assert mu.memory_kind == "pinned_host"
-
-
-ODD = """
-from flax import nnx
-import nnx_parallel as nxp
-
-class Odd(nnx.Linear):
-  def __init__(self, rngs):
-    super().__init__(16, 32, rngs=rngs)
-    self.odd = nnx.Param(rngs.params())
-
-def init():
-  return Odd(nnx.Rngs(0))
-
-def mesh():
-  return {"fsdp": 8}
-"""
-
-
-def test_what_to_skip_is_said_as_an_option(tmp_path, capsys):
-  recipe, run, out = (str(tmp_path / name) for name in ("odd.py", "run", "hf"))
-  (tmp_path / "odd.py").write_text(ODD)
-  plan = nxp.plan(load_recipe(recipe, needs=("init",)).init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
-  with nxp.Checkpointer(run) as checkpointer:
-    checkpointer.save(1, nxp.create_sharded_model(plan))
-  assert main(["export", run, out, recipe]) == 1
-  said = capsys.readouterr().err
-  assert "--skip odd" in said
-  assert main(["export", run, out, recipe, "--skip", "odd", "--skip", "kernl"]) == 1
-  assert "--skip kernl matches no leaf" in capsys.readouterr().err
-  assert main(["export", run, out, recipe, "--skip", "odd"]) == 0

@@ -1,5 +1,4 @@
 import dataclasses
-import re
 import shutil
 
 import jax
@@ -8,19 +7,18 @@ import pytest
 from etils import epath
 
 import nnx_parallel as nxp
-from benchmarks import torture
-from checkpoint.runs import arrays, assert_same, data_of, file_with, flip, target_of
+from checkpoint.runs import assert_same, data_of, file_with, flip, target_of
 from nnx_parallel.checkpoint import array_io, manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.errors import CheckpointError
+from searches import torture
 
 
 def test_damage_to_any_file_is_found_and_named():
   # The long form is `make torture`.
-  found = torture.corruptions(20, seed=1)
-  assert found["wrong"] == 0
-  assert found["unnamed"] == 0
+  found, problems = torture.corruptions(20, seed=1)
+  assert problems == []
   assert found["named"] + found["harmless"] == 20
 
 
@@ -76,12 +74,6 @@ def test_fallback_takes_the_newest_good_step_and_says_so(saved):
     checkpointer.restore(target_of(trees[1]), on_corrupt="fallback")
 
 
-def test_fallback_is_for_damage_only(saved):
-  directory, _ = saved
-  with pytest.raises(CheckpointError, match="cannot restore step 2: it does not fit the target"):
-    Checkpointer(directory).restore(target_of({"other": jax.numpy.ones(3)}), on_corrupt="fallback")
-
-
 @pytest.mark.parametrize(
   ("harm", "text"),
   [
@@ -100,32 +92,6 @@ def test_metadata_is_checked_before_reading(saved, harm, text):
     with pytest.raises(CheckpointError, match=f"step 3 is damaged: {name} {text}"):
       Checkpointer(directory).restore(target_of(trees[2]), 3)
     shutil.rmtree(directory / "3")
-
-
-def test_a_damaged_manifest_names_the_file(saved):
-  directory, trees = saved
-  file = directory / "2" / "nnx_parallel.json"
-  whole = file.read_text()
-  for text, why in [
-    (whole[:100], "it does not match the format"),
-    (whole.replace('"step":2', '"step":3'), "it does not match the format .*not the SHA-256"),
-    (whole.replace('"nbytes":', '"nbytes":1'), "it does not match the format .*not the SHA-256"),
-    ("[]", "it does not match the format"),
-  ]:
-    file.write_text(text)
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(file))} is damaged: {why}"):
-      Checkpointer(directory).restore(target_of(trees[2]))
-    assert Checkpointer(directory).latest() == 1
-
-
-@pytest.mark.parametrize("number", ["2", "0", "9", "2.5", '"3"', "null"])
-def test_a_damaged_format_is_damage(saved, number):
-  directory, trees = saved
-  file = directory / "2" / "nnx_parallel.json"
-  whole = file.read_text()
-  file.write_text(whole.replace('"format":6', f'"format":{number}'))
-  with pytest.warns(UserWarning, match=r"step 2 was passed over: .*not the SHA-256"):
-    assert_same(Checkpointer(directory).restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
 
 
 def test_formats_of_other_versions(saved):
@@ -175,14 +141,6 @@ def test_latest_skips_what_is_not_whole(saved):
   checkpointer = Checkpointer(directory)
   assert checkpointer.latest() == 2
   assert checkpointer.steps() == [1, 2, 9]
-
-
-def test_the_item_that_is_not_wanted_may_be_gone(tmp_path):
-  tree = arrays()
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, tree, {"mu": tree["w"]})
-  shutil.rmtree(tmp_path / "1" / "optimizer")
-  assert_same(checkpointer.restore(target_of(tree), optimizer="drop"), tree)
 
 
 def test_a_limit_on_threads_is_no_damage(saved, monkeypatch):

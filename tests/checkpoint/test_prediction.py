@@ -1,7 +1,6 @@
 """What a diff says of dtypes, bytes and layouts, against what a restore does."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import NamedSharding, P
@@ -10,7 +9,6 @@ import nnx_parallel as nxp
 from checkpoint.runs import assert_same, file_with, target_of
 from nnx_parallel.checkpoint import array_io
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.create import relayout
 from nnx_parallel.errors import CheckpointError
 
 # 64-bit arrays while jax has none.
@@ -55,25 +53,6 @@ def test_arrays_that_jax_would_make_smaller_are_refused_before_reading(wide, mon
     checkpointer.restore(target, only=[name])
 
 
-def test_each_way_out_of_64_bits_works(wide):
-  directory, tree = wide
-  checkpointer = Checkpointer(directory)
-  assert_same(checkpointer.restore(target_of_wide(tree), as_numpy=True), tree)
-  target = {"f": struct("f", tree, np.float32)}
-  again = checkpointer.restore(target, only=["f"], cast=True)["f"]
-  assert again.sharding == target["f"].sharding
-  np.testing.assert_array_equal(again, tree["f"].astype(np.float32), strict=True)
-  assert checkpointer.diff(target, only=["f"], cast=True).bytes_read == 16 * 8
-  with jax.enable_x64(True):
-    again = checkpointer.restore(target_of_wide(tree))
-    assert {name: array.dtype for name, array in again.items()} == {"f": np.float64, "i": np.int64}
-    assert_same(again, tree)
-
-
-def target_of_wide(tree):
-  return {name: struct(name, tree) for name in tree}
-
-
 # Bytes that are read.
 
 
@@ -94,25 +73,6 @@ def test_a_restore_says_what_it_will_read(saved, caplog):
   checkpointer.restore(target_of(trees[2]))
   text = f"reading {diff.bytes_read:,} bytes; at most {diff.host_bytes:,} bytes of host memory here"
   assert caplog.messages == [f"restoring step 2: {text}"]
-
-
-def test_state_in_host_memory_is_not_counted_on_devices(tmp_path):
-  mesh = nxp.make_mesh(x=8)
-  tree = {name: np.ones((64, 8), np.float32) for name in ("near", "away")}
-  checkpointer = Checkpointer(tmp_path, byte_budget=0)
-  checkpointer.save(1, tree)
-
-  def diff(kind):
-    layouts = {"near": NamedSharding(mesh, P("x")), "away": NamedSharding(mesh, P("x"), memory_kind=kind)}
-    return checkpointer.diff(
-      {n: jax.ShapeDtypeStruct((64, 8), np.float32, sharding=layout) for n, layout in layouts.items()}
-    )
-
-  shard = 8 * 8 * 4
-  assert diff("device").device_bytes == 2 * shard
-  assert diff("pinned_host").device_bytes == shard
-  # Devices that are CPUs have their memory in the host's too.
-  assert diff("pinned_host").host_bytes == diff("device").host_bytes
 
 
 # Layouts.
@@ -138,16 +98,6 @@ def test_leaves_that_change_their_layout_are_counted_and_named(saved):
     "  model/step: saved P() on {'a': 2, 'b': 4}, wanted P() on {'x': 4}",
     "  ... and 1 more",
   ]
-
-
-def test_layouts_as_text():
-  one = jax.devices()[0]
-  assert relayout.layout_text(jnp.ones(2).sharding) == "one device"
-  assert relayout.layout_text(NamedSharding(nxp.make_mesh(x=1, devices=[one]), P("x"))) == "one device"
-  mesh = nxp.make_mesh(a=2, b=4, c=1)
-  layout = NamedSharding(mesh, P(("a", "b"), "c"), memory_kind="pinned_host")
-  assert relayout.layout_text(layout) == "P(('a', 'b')) on {'a': 2, 'b': 4} in pinned_host"
-  assert relayout.layout_text(None) == ""
 
 
 # JSON values.
@@ -180,30 +130,6 @@ def test_json_values_of_one_side_only(mixed, config, problem, skip, restored):
   with pytest.raises(CheckpointError, match=rf"\(1 \w+\)\.\n  {problem}\n  Fix: .*skip="):
     checkpointer.restore(target)
   assert checkpointer.restore(target, skip=[skip])["config"] == restored
-
-
-def test_json_values_are_counted_left_out_and_renamed(mixed):
-  checkpointer, tree = mixed
-  target = {"w": tree["w"], "settings": {"depth": 0, "name": ""}}
-  rename = {"settings": "config"}
-  assert checkpointer.restore(target, rename=rename)["settings"] == tree["config"]
-  assert "restored: 3 leaves, left out by name: 0" in str(checkpointer.diff(target, rename=rename))
-  diff = checkpointer.diff(tree, skip=["config"])
-  assert diff.skipped == ("config.depth", "config.name")
-  assert checkpointer.restore(tree | {"config": {"depth": 7, "name": ""}}, skip=["config"])["config"] == {
-    "depth": 7,
-    "name": "",
-  }
-
-
-def test_a_value_where_an_array_is_wanted_is_both_missing_and_extra(mixed):
-  checkpointer, tree = mixed
-  target = {**tree, "config": {"depth": np.int32(0), "name": ""}}
-  diff = checkpointer.diff(target)
-  assert [name for name, _ in diff.missing] == ["model/config.depth"]
-  assert diff.extra == ("model/config.depth",)
-  for kind in ("missing", "extra  "):
-    assert f"{kind}  model/config.depth  (one is an array, the other a JSON value)" in str(diff)
 
 
 # Files of other leaves.

@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 
 import hypothesis
 import numpy as np
@@ -7,7 +6,6 @@ import pytest
 from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.catalog import Retention, policies
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.manifest import Header
@@ -59,17 +57,6 @@ def test_a_run_that_did_not_come_from_there_deletes_nothing(two):
   assert checkpointer.steps() == [200, 300]
 
 
-def test_a_metric_that_is_added_later_makes_no_step_the_newest(two):
-  directory, tree, checkpointer = two
-  checkpointer.save(100, tree, metrics={"loss": 1.0}, overwrite=True)
-  assert (checkpointer.latest(), checkpointer.metadata(100).metrics) == (200, {"loss": 1.0})
-  checkpointer.restore(tree, 200)
-  checkpointer.save(100, tree, metrics={"loss": 2.0}, overwrite=True)
-  checkpointer.save(300, tree)
-  assert (checkpointer.latest(), checkpointer.steps()) == (300, [200, 300])
-  assert Checkpointer(directory).latest() == 300
-
-
 def test_a_restore_alone_changes_nothing_and_the_next_save_sets_the_later_steps_aside(two):
   directory, tree, _ = two
   checkpointer = Checkpointer(directory)
@@ -87,45 +74,6 @@ def test_a_restore_alone_changes_nothing_and_the_next_save_sets_the_later_steps_
   assert checkpointer.verify() == {}
 
 
-def test_what_was_set_aside_goes_where_steps_are_deleted(two):
-  directory, tree, checkpointer = two
-  (directory / "400").mkdir()
-  (directory / "400" / "of another program").touch()
-  checkpointer.restore(tree, 100)
-  with pytest.warns(UserWarning, match=r"the later steps \[200, 400\]"):
-    checkpointer.save(150, tree)
-  assert sorted(path.name for path in directory.glob("*.nnx-aside")) == ["400.nnx-aside"]
-  assert checkpointer.steps() == [100, 150]
-
-
-def test_a_call_reads_no_manifest_twice(tmp_path, monkeypatch):
-  tree = {"w": np.arange(4.0, dtype=np.float32)}
-  checkpointer = Checkpointer(tmp_path, max_to_keep=200, best="loss")
-  checkpointer.save(1, tree, metrics={"loss": float("nan")}, extra={"data": 3})
-  record, folder = checkpointer.metadata(), checkpointer.directory
-  for step in range(2, 100):
-    (folder / str(step)).mkdir()
-    manifest.write(dataclasses.replace(record, step=step, time=record.time + step), folder / str(step))
-  heads, bodies = [], []
-  head, body = manifest.read_header, manifest.read
-  monkeypatch.setattr(manifest, "read_header", lambda step_dir: heads.append(step_dir) or head(step_dir))
-  monkeypatch.setattr(manifest, "read", lambda step_dir: bodies.append(step_dir) or body(step_dir))
-
-  def reads(call):
-    heads.clear()
-    bodies.clear()
-    call()
-    return len(heads), len(bodies)
-
-  assert reads(checkpointer.steps) == (0, 0)
-  assert reads(lambda: checkpointer.save(100, tree, extra={"data": 3})) == (100, 0)  # for what may go
-  assert reads(checkpointer.latest) == (0, 1)
-  assert reads(lambda: checkpointer.restore(tree)) == (0, 1)
-  assert reads(lambda: checkpointer.restore_extra("data")) == (0, 0)
-  assert reads(lambda: checkpointer.restore(tree, 1)) == (0, 1)
-  assert reads(checkpointer.best) == (100, 0)
-
-
 def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, monkeypatch):
   tree = {"w": arrays()["w"]}
   with Checkpointer(tmp_path, max_to_keep=1, best="loss") as checkpointer:
@@ -138,40 +86,6 @@ def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, mon
         checkpointer.save(step, tree, metrics={"loss": 3.0})
       assert checkpointer.steps() == [100, step]
       assert (checkpointer.latest(), checkpointer.metadata().step) == (step, step)
-
-
-def test_a_fallback_keeps_to_the_run_that_goes_on(tmp_path):
-  trees = {step: {"w": arrays(step)["w"]} for step in (100, 120, 110, 130)}
-  with Checkpointer(tmp_path) as checkpointer:
-    for step, tree in trees.items():
-      if step == 110:
-        checkpointer.restore(target_of(tree), 100)
-      with pytest.warns(UserWarning, match="later steps") if step == 110 else contextlib.nullcontext():
-        checkpointer.save(step, tree)
-    (tmp_path / "130" / "nnx_parallel.json").write_text("{}")
-    with pytest.warns(UserWarning, match="step 130 was passed over"):
-      restored = checkpointer.restore(target_of(trees[100]), on_corrupt="fallback")
-    assert_same(restored, trees[110])  # 120 was left behind
-
-
-def test_steps_on_disk(tmp_path):
-  tree = {"w": arrays()["w"]}
-  losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 3.0, 5: 4.0}
-  keep = policies.AnyPreservationPolicy(
-    [
-      policies.EveryNSteps(3),
-      policies.BestN(
-        get_metric_fn=lambda row: row["loss"], reverse=True, n=2, keep_checkpoints_without_metrics=False
-      ),
-    ]
-  )
-  with Checkpointer(tmp_path, max_to_keep=keep, best="loss") as checkpointer:
-    for step, loss in losses.items():
-      checkpointer.save(step, tree, metrics={"loss": loss})
-    assert checkpointer.steps() == [2, 3, 4, 5]
-    assert checkpointer.best() == 2
-    assert checkpointer.metadata("best").step == 2
-    assert checkpointer.latest() == 5
 
 
 def test_latest_and_best_are_steps_to_restore(tmp_path):

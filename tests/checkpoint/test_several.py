@@ -63,29 +63,6 @@ def test_a_model_that_is_a_tuple_of_two_is_no_pair(tmp_path):
   assert_same(checkpointer.restore(tuple(tree), optimizer="drop"), tuple(tree))
 
 
-def test_values_beside_models_are_saved_too(tmp_path):
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, {"net": linear(0), "steps": 3, "scale": jnp.float32(2), "name": "a"})
-  target = {"net": linear(1), "steps": 0, "scale": jnp.float32(0), "name": ""}
-  found = checkpointer.restore(target)
-  assert (found["steps"], float(found["scale"]), found["name"]) == (3, 2.0, "a")
-  assert found["net"] is target["net"]
-  assert_equal(found["net"], linear(0))
-
-
-def test_a_pair_of_trees_is_restored_as_it_was_saved(tmp_path):
-  params = {"w": jnp.ones((4, 4))}
-  state = optax.adam(1e-2).init(params)
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, params, state)
-  for pair in ((params, state), jax.eval_shape(lambda: (params, state))):
-    numpy = isinstance(pair[0]["w"], jax.ShapeDtypeStruct)
-    found = checkpointer.restore(pair, as_numpy=numpy)
-    assert jax.tree.structure(found) == jax.tree.structure(pair)
-    assert_same(found, (params, state))
-  assert_same(checkpointer.restore((params, state), optimizer="drop"), params)
-
-
 def test_adapters_alone_are_saved_and_restored_onto_another_base(tmp_path):
   model, other = Adapted(1), Adapted(2)
   optimizer, fresh = adam(model, nnx.LoRAParam), adam(other, nnx.LoRAParam)
@@ -112,24 +89,6 @@ def test_adapters_alone_are_saved_and_restored_onto_another_base(tmp_path):
       call()
 
 
-def test_a_filter_takes_its_part_of_a_whole_step(tmp_path):
-  model, other = Adapted(1), Adapted(2)
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, model)
-  base = np.asarray(other.base.kernel[...])
-  with pytest.raises(
-    CheckpointError, match=r"skip=.*LoRAParam.* is not a list of names\.\n  Fix: only=nnx\.Not"
-  ):
-    checkpointer.restore(other, skip=nnx.LoRAParam)
-  checkpointer.restore(other, only=(nnx.LoRAParam,))
-  np.testing.assert_array_equal(other.lora.lora_b[...], model.lora.lora_b[...])
-  np.testing.assert_array_equal(other.base.kernel[...], base)
-  plan = nxp.plan(lambda: Adapted(2), nxp.make_mesh(fsdp=8), nxp.fsdp())
-  made = checkpointer.restore(plan, only=nnx.LoRAParam)
-  np.testing.assert_array_equal(made.lora.lora_b[...], model.lora.lora_b[...])
-  np.testing.assert_array_equal(made.base.kernel[...], base)
-
-
 def test_states_are_saved_and_restored_into_their_modules(tmp_path):
   model, other = Adapted(1), Adapted(2)
   checkpointer = Checkpointer(tmp_path)
@@ -143,14 +102,6 @@ def test_states_are_saved_and_restored_into_their_modules(tmp_path):
   pure = nnx.from_flat_state([(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(pure)])
   found = checkpointer.restore(jax.tree.map(jnp.zeros_like, pure), optimizer="drop")
   assert_same(nnx.to_pure_dict(found), nnx.to_pure_dict(pure))
-
-
-def test_an_extra_tree_may_be_a_module(tmp_path):
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, linear(0), extra={"ema": linear(1)})
-  assert_equal(checkpointer.restore_extra("ema", linear(2)), linear(1))
-  with pytest.raises(CheckpointError, match="cannot restore 'ema' into a plan"):
-    checkpointer.restore_extra("ema", nxp.plan(lambda: linear(0), nxp.make_mesh(fsdp=8), nxp.fsdp()))
 
 
 @pytest.mark.parametrize("model", [np.arange(6.0, dtype=np.float32), nnx.Param(jnp.ones((2, 3)))], ids=type)

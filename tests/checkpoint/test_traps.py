@@ -3,7 +3,6 @@
 import concurrent.futures
 import errno
 import gc
-import logging
 import os
 import shutil
 
@@ -14,9 +13,8 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from checkpoint.runs import MESHES, arrays, assert_same, data_of, make_plan, target_of
-from nnx_parallel import cli
-from nnx_parallel.checkpoint import array_io, lock, restore, save, storage
+from checkpoint.runs import arrays, assert_same, data_of, make_plan, target_of
+from nnx_parallel.checkpoint import array_io, lock, restore, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import VanishedError
 from nnx_parallel.errors import CheckpointError
@@ -62,19 +60,6 @@ def test_a_mesh_that_is_set_changes_nothing(tmp_path, name):
   other = make_plan("2x4")
   with jax.set_mesh(other.mesh):
     assert_same(checkpointer.restore(other)[0], model)
-
-
-def test_a_padded_leaf_is_saved_while_a_mesh_is_set(tmp_path, caplog):
-  caplog.set_level("INFO", "nnx_parallel.checkpoint.save")
-  rules = nxp.LogicalRules(rows="fsdp", uneven={"rows": "pad"})
-  init = lambda: nnx.Embed(7, 8, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("rows", None)})
-  plan = nxp.plan(init, MESHES["4 explicit"](), rules)
-  model = nxp.create_sharded_model(plan)
-  with jax.set_mesh(plan.mesh):
-    Checkpointer(tmp_path).save(1, model)
-    assert_same(Checkpointer(tmp_path).restore(plan), model)
-  # 7 rows of 8, split by columns, because 7 is odd.
-  assert caplog.messages[0].endswith("and 224 bytes in addition to the padded arrays")
 
 
 def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):
@@ -185,26 +170,6 @@ def test_extras_are_those_of_the_step_that_was_restored(saved):
   assert checkpointer.restore_extra("data") == {"samples": 50}
 
 
-def test_numpy_without_a_target_is_chosen_by_name_too(saved):
-  directory, _ = saved
-  checkpointer = Checkpointer(directory)
-  assert checkpointer.restore(as_numpy=True, only=["w"])["model"].keys() == {"w"}
-  assert checkpointer.restore(as_numpy=True, skip=["w", "half"])["model"].keys() == {"b", "step"}
-  with pytest.raises(CheckpointError, match="no leaf  nonexistent"):
-    checkpointer.restore(as_numpy=True, only=["nonexistent"])
-  for options in ({"optimizer": "drop"}, {"cast": True}, {"rename": {"w": "b"}}):
-    with pytest.raises(CheckpointError, match=f"without a target takes no {next(iter(options))}="):
-      checkpointer.restore(as_numpy=True, **options)
-
-
-def test_a_step_to_restore_is_a_whole_number(saved):
-  directory, trees = saved
-  for step in (1.9, True, 1.0):
-    with pytest.raises(CheckpointError, match=f"step={step}"):
-      Checkpointer(directory).restore(target_of(trees[1]), step)
-  assert_same(Checkpointer(directory).restore(target_of(trees[1]), np.int64(1)), trees[1])
-
-
 def test_options_that_a_target_cannot_honour(tmp_path):
   plan = make_plan(optimizer=False)
   model = nxp.create_sharded_model(plan)
@@ -270,31 +235,6 @@ def test_a_step_that_vanishes_is_not_called_damaged(saved, monkeypatch):
     checkpointer.restore(target_of(trees[2]), 4, on_corrupt="fallback")
 
 
-@pytest.mark.parametrize(
-  "call", [Checkpointer.verify, lambda c, step: c.restore_extra("ema", None, step, as_numpy=True)]
-)
-def test_a_step_that_vanishes_while_it_is_looked_at_is_not_called_damaged(
-  tmp_path, monkeypatch, call, capsys
-):
-  checkpointer, real = Checkpointer(tmp_path), restore.damaged_files
-  for step in (1, 2):
-    checkpointer.save(step, {"w": np.ones(2)}, extra={"ema": {"w": np.ones(2)}})
-
-  def damaged_files(folder, *arguments, **options):
-    if folder.name == "1":
-      shutil.rmtree(folder, ignore_errors=True)
-    return real(folder, *arguments, **options)
-
-  shutil.copytree(tmp_path / "1", tmp_path / "kept")
-  monkeypatch.setattr(restore, "damaged_files", damaged_files)
-  with pytest.raises(CheckpointError, match=r"1 vanished: another process removed or replaced it"):
-    call(checkpointer, 1)
-  (tmp_path / "kept").rename(tmp_path / "1")
-  assert cli.main(["verify", str(tmp_path)]) == 0
-  text = "step 1: removed or replaced during the check\nstep 2: good\n1 good, 0 damaged"
-  assert text in capsys.readouterr().out
-
-
 def test_a_step_that_is_being_replaced_is_not_called_damaged(tmp_path, monkeypatch):
   checkpointer, real = Checkpointer(tmp_path), restore.damaged_files
   for step in (1, 2):
@@ -312,18 +252,3 @@ def test_a_step_that_is_being_replaced_is_not_called_damaged(tmp_path, monkeypat
   (tmp_path / f"2{storage.REPLACED}").rename(tmp_path / "2")
   monkeypatch.setattr(restore, "damaged_files", damaged_files)
   assert checkpointer.latest() == 2
-
-
-def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):
-  heard, real = [], save.array_io.start_save
-
-  def start(*arguments, **options):
-    logging.getLogger("absl").error("mine")
-    heard.append([record.message for record in caplog.records if record.name == "absl"])
-    return real(*arguments, **options)
-
-  monkeypatch.setattr(save.array_io, "start_save", start)
-  with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
-    checkpointer.save(1, arrays())
-  assert heard == [["mine"]]
-  assert [record.message for record in caplog.records if record.name == "absl"] == ["mine"]

@@ -154,16 +154,6 @@ def test_plan_names_what_is_left_whole(tmp_path, capsys):
   assert "data could split dim" in capsys.readouterr().out
 
 
-def test_plan_explains_one_variable(capsys):
-  assert cli.main(["plan", "text_lm", "--explain", "head.kernel"]) == 0
-  assert capsys.readouterr().out.startswith("head.kernel: Param float32[128,256] -> ")
-
-
-def test_plan_of_what_is_left(capsys):
-  assert cli.main(["plan", "text_lm", "--mesh", "data=-1,tensor=2", "--devices", "8"]) == 0
-  assert "mesh data=4 x fsdp=1 x tensor=2 = 8 devices (cpu" in capsys.readouterr().out
-
-
 def test_the_answer_is_not_yes_when_the_reader_stops_before_it(monkeypatch):
   def cut(*_):
     raise BrokenPipeError
@@ -174,11 +164,3 @@ def test_the_answer_is_not_yes_when_the_reader_stops_before_it(monkeypatch):
   assert cli.main(["new", "mine.py"]) == 141
   monkeypatch.setattr(command.new, "run", lambda _: 3)
   assert cli.main(["new", "mine.py"]) == 3
-
-
-@pytest.mark.slow
-def test_a_reader_that_stops_is_no_error():
-  command = f"{sys.executable} -m nnx_parallel plan text_lm | head -n 1"
-  done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-  assert done.stdout.startswith("mesh data=2")
-  assert done.stderr == ""

@@ -9,9 +9,7 @@ import pytest
 from nnx_parallel import cli
 from nnx_parallel.cli import options
 from nnx_parallel.cli.command import make_parser
-from nnx_parallel.errors import MeshError, ReportError
-from nnx_parallel.layers import remat
-from nnx_parallel.layers.attention import find as attention
+from nnx_parallel.errors import MeshError
 from nnx_parallel.loop.loader import Recipe
 
 
@@ -38,17 +36,6 @@ def test_a_mesh_that_cannot_be_read(text, message):
   assert "Fix: --mesh data=" in str(caught.value)
 
 
-def test_the_order_of_axes_is_kept():
-  assert list(options.parse_mesh("tensor=2, data=4")) == ["tensor", "data"]
-
-
-def test_axes_that_are_not_asked_for_have_size_one():
-  known = {"data": 2, "fsdp": 2, "tensor": 2}
-  assert options.mesh_sizes(recipe(known), "data=8") == {"data": 8, "fsdp": 1, "tensor": 1}
-  assert options.mesh_sizes(recipe(known), None) == known
-  assert options.mesh_sizes(recipe(None), "anything=8") == {"anything": 8}
-
-
 def test_an_axis_that_the_rules_do_not_know_names_the_nearest():
   with pytest.raises(MeshError) as caught:
     options.mesh_sizes(recipe({"data": 2, "tensor": 2}), "data=2,tensr=4")
@@ -57,11 +44,6 @@ def test_an_axis_that_the_rules_do_not_know_names_the_nearest():
     "  its mesh() has data, tensor; along another axis nothing would be split\n"
     "  Fix: did you mean tensor?"
   )
-
-
-def test_a_recipe_without_a_mesh_needs_one():
-  with pytest.raises(MeshError, match=r"no mesh: the recipe toy has no mesh\(\)\."):
-    options.mesh_sizes(recipe(None), None)
 
 
 @pytest.mark.parametrize(
@@ -103,26 +85,6 @@ def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devic
   assert done.stdout.strip() == expected, done.stderr
 
 
-def test_a_mesh_smaller_than_the_machine_names_options_of_the_command_line():
-  with pytest.raises(MeshError, match=r"takes 2 devices, and there are 8(?s:.*)--devices 2"):
-    options.real_mesh({"data": 2}, None)
-  assert options.real_mesh({"data": 2}, 2).size == 2
-
-
-@pytest.mark.parametrize(
-  "arguments",
-  [
-    ("compile", "text_lm", "--batch", "0"),
-    ("compile", "text_lm", "--microbatches", "0"),
-    ("plan", "text_lm", "--microbatches", "-1"),
-  ],
-)
-def test_counts_start_at_one(arguments, capsys):
-  with pytest.raises(SystemExit):
-    make_parser().parse_args(arguments)
-  assert f"argument {arguments[-2]}: {arguments[-1]} is less than 1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["plan", "compile", "train"])
 def test_another_remat_policy_is_refused(command, capsys):
   with pytest.raises(SystemExit):
@@ -140,41 +102,12 @@ def test_a_page_makes_its_folder_and_is_named(tmp_path, capsys):
   assert page.read_text() == "<!doctype html>"
 
 
-def test_a_page_that_cannot_be_written(tmp_path):
-  with pytest.raises(
-    ReportError, match=r"cannot write the page (.|\n)*Is a directory\n  Fix: --html page.html"
-  ):
-    options.write_page(tmp_path, "")
-
-
-def test_the_remat_policies_are_those_of_a_step():
-  assert options.REMATS == remat.REMATS
-  assert options.ATTENTIONS == attention.WORDS
-
-
 @pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [("--remat", "full"), ("--microbatches", "2"), ("--batch", "8")])
 def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", *step]) == 0
   assert "Planned memory per device" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("alone", [("--json",), ("--explain", "embed.embedding")])
-def test_options_that_nothing_shows_are_refused(alone, capsys):
-  mesh = ["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2"]
-  assert cli.main([*mesh, *alone, "--remat", "none"]) == 1
-  assert "which --json and --explain do not show.\n  Fix: leave them out" in capsys.readouterr().err
-  assert cli.main([*mesh, *alone, "--remat", "none", "--chip", "v5e"]) == 0
-
-
-@pytest.mark.cases(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["plan", "compile", "train"])
-def test_a_remat_policy_that_finds_no_layer_is_refused(command, capsys, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  assert cli.main([command, "digits", "--mesh", "data=8", "--remat", "full"]) == 1
-  assert "remat='full' finds no layer in the loss" in capsys.readouterr().err
 
 
 def test_a_misspelt_name_of_a_rule_is_refused_and_a_new_one_is_added(capsys):

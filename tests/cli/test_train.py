@@ -88,79 +88,12 @@ def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, c
   assert Path("ckpt/20").is_dir()
 
 
-def test_quiet_prints_the_last_step_and_the_result(tiny, capsys):
-  assert cli.main(["train", tiny, "--steps", "20", "--quiet"]) == 0
-  step, held_out = capsys.readouterr().out.splitlines()
-  assert step.startswith("step 20/20")
-  assert held_out.startswith("held out at step 20: loss ")
-
-
-def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):
-  assert cli.main(["train", tiny, "--steps", "8", "--out", "straight"]) == 0
-  common = ["train", tiny, "--checkpoint", "ckpt", "--out", "parts", "--resume"]
-  assert cli.main([*common, "--steps", "3"]) == 0
-  capsys.readouterr()
-  assert cli.main([*common, "--steps", "8"]) == 0
-  assert "from step 3" in capsys.readouterr().out.splitlines()[0]
-  assert losses("parts") == losses("straight")
-
-
-def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
-  common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--quiet"]
-  assert cli.main([*common, "--steps", "1"]) == 0
-  assert cli.main(["inspect", "ckpt"]) == 0
-  out = capsys.readouterr().out
-  kept = json.loads(
-    next(line for line in out.splitlines() if line.startswith("  settings ")).split(maxsplit=1)[1]
-  )
-  assert len(kept.pop("source_sha256")) == 64
-  assert kept == {
-    "mesh": {"data": 4, "tensor": 2},
-    "microbatches": 1,
-    "batch": 16,
-    "steps": 1,
-    "zero": 0,
-    "offload": False,
-    "remat": "as written",
-    "rules": "",
-    "text": None,
-    "seed": None,
-    "eval_every": None,
-    "early_stop": None,
-  }
-  assert cli.main([*common, "--steps", "2", "--microbatches", "2", "--mesh", "data=8"]) == 0
-  assert capsys.readouterr().err == (
-    "a different layout than at step 1:\n"
-    "mesh {'data': 4, 'tensor': 2} -> {'data': 8, 'tensor': 1}\n"
-    "per device 164 B -> 292 B\n"
-    "settings changed since step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"
-    " steps 1 -> 2\n"
-  )
-
-
 def test_a_run_that_is_done_says_how_to_go_on(tiny, capsys):
   common = ["train", tiny, "--steps", "3", "--checkpoint", "ckpt", "--quiet"]
   assert cli.main(common) == 0
   capsys.readouterr()
   assert cli.main([*common, "--resume"]) == 0
   assert capsys.readouterr().out == "step 3 is reached; continue with --steps 6\n"
-
-
-def test_the_checkpoints_of_another_run_are_not_mixed_up(tiny, capsys):
-  common = ["train", tiny, "--steps", "2", "--checkpoint", "ckpt", "--quiet"]
-  assert cli.main(common) == 0
-  assert cli.main(common) == 1
-  assert capsys.readouterr().err == (
-    "CheckpointError: ckpt holds the checkpoints of an earlier run.\n"
-    "  steps 2\n"
-    "  Fix: --resume to continue from the newest, or another --checkpoint DIR.\n"
-  )
-
-
-def test_steps_are_saved_on_the_way(tiny):
-  common = ["train", tiny, "--steps", "5", "--checkpoint", "ckpt", "--quiet"]
-  assert cli.main([*common, "--save-every", "2"]) == 0
-  assert sorted(p.name for p in Path("ckpt").iterdir() if p.name.isdigit()) == ["2", "4", "5"]
 
 
 def test_evaluations_retention_and_the_best_step(tiny, capsys):
@@ -179,34 +112,6 @@ def test_evaluations_retention_and_the_best_step(tiny, capsys):
   assert len(kept) <= 2
 
 
-STUCK = TINY.replace("optax.sgd(0.1)", "optax.sgd(0.0)")
-
-
-def test_early_stop_ends_a_run_that_no_longer_improves(tiny, capsys):
-  Path("stuck.py").write_text(STUCK)
-  common = ["train", "stuck.py", "--steps", "20", "--checkpoint", "ckpt", "--eval-every", "2", "--quiet"]
-  assert cli.main([*common, "--early-stop", "2"]) == 0
-  assert "ended at step 6: no lower eval_loss in 2 evaluations" in capsys.readouterr().out
-  # The first evaluation was the best; what was evaluated since is part of the checkpoint.
-  assert cli.main([*common, "--early-stop", "3", "--resume", "6"]) == 0
-  assert "ended at step 8: no lower eval_loss in 3 evaluations" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-  ("words", "message"),
-  [
-    (["--early-stop", "2"], "--early-stop needs --eval-every N"),
-    (["--keep", "2"], "--resume, --save-every and --keep need --checkpoint DIR"),
-    (["--profile", "9"], "argument --profile: '9' is not a window of steps, such as 10:12"),
-    (["--resume", "newest"], "argument --resume: 'newest' is not a step: a number, latest or best"),
-  ],
-)
-def test_flags_that_mean_nothing(tiny, capsys, words, message):
-  with pytest.raises(SystemExit):
-    cli.main(["train", tiny, *words])
-  assert message in capsys.readouterr().err
-
-
 def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
   assert cli.main(["train", tiny, "--text", "."]) == 1
   assert capsys.readouterr().err == (
@@ -216,97 +121,11 @@ def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
   )
 
 
-def test_the_batch_and_the_seed_reach_the_recipe(tiny, capsys):
-  text = TINY.replace("def init():", "def init(seed=0):").replace("nnx.Rngs(0)", "nnx.Rngs(seed)")
-  text = text.replace('split="train"):', 'split="train", batch=16):').replace(", 16):", ", batch):")
-  Path("given.py").write_text(text.replace("(16, 8)", "(batch, 8)"))
-  common = ["train", "given.py", "--steps", "2", "--quiet"]
-  assert cli.main([*common, "--out", "plain"]) == 0
-  assert cli.main([*common, "--out", "same", "--batch", "16", "--seed", "0"]) == 0
-  assert cli.main([*common, "--out", "other", "--seed", "1", "--checkpoint", "ckpt"]) == 0
-  assert losses("plain") == losses("same") != losses("other")
-  assert cli.main([*common, "--batch", "32", "--steps", "3", "--checkpoint", "ckpt", "--resume"]) == 0
-  assert nxp.Checkpointer("ckpt").restore_extra("data")["samples"] == 2 * 16 + 32
-  assert "batch 16 -> 32" in capsys.readouterr().err
-
-
-def test_a_second_run_keeps_the_metrics_of_the_first(tiny, capsys):
-  for steps in ("3", "2"):
-    assert cli.main(["train", tiny, "--steps", steps]) == 0
-  assert "metrics     runs/tiny/metrics.jsonl (an earlier run's: runs/tiny/metrics-1.jsonl)" in (
-    capsys.readouterr().out.splitlines()
-  )
-  assert [step for step, _ in losses("runs/tiny")] == [1, 2]
-  assert len([r for r in records("runs/tiny/metrics-1.jsonl") if "loss" in r]) == 3
-
-
-@pytest.mark.parametrize("step", ["100", "best"])
-def test_a_step_to_resume_that_is_not_there(tiny, capsys, step):
-  assert cli.main(["train", tiny, "--steps", "2", "--checkpoint", "ckpt", "--resume", step]) == 1
-  assert "CheckpointError: cannot find" in capsys.readouterr().err
-  assert not Path("runs").exists()
-
-
-def test_an_empty_folder_of_text(tmp_path, capsys):
-  assert cli.main(["train", "text_lm", "--text", str(tmp_path), "--out", str(tmp_path / "o")]) == 1
-  assert f"RecipeError: not enough text in {tmp_path}" in capsys.readouterr().err
-  assert not (tmp_path / "o").exists()
-
-
-def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
-  sizes = ["--mesh", "data=3", "--devices", "3"]
-  assert cli.main(["train", tiny, *sizes, "--steps", "1"]) == 1
-  assert "has 16 examples, which 3 shards cannot split evenly" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_machine_with_fewer_devices_is_made_to_look_larger(tiny, tmp_path):
-  """In its own process: one that has not started jax, and is told nothing of devices."""
-  command = [sys.executable, "-m", "nnx_parallel", "train", tiny, "--mesh", "data=2,tensor=2"]
-  cache = ["--compilation-cache", "cache", "--microbatches", "2"]
-  done = subprocess.run(
-    [*command, "--steps", "2", "--quiet", *cache],
-    env=environment(),
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[0].startswith("step 2/2")
-  assert any(Path("cache").iterdir())
-
-
 def environment():
   import os
 
   root = str(Path(cli.__file__).parents[2])
   return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}
-
-
-@pytest.mark.filterwarnings("ignore:the run continues from step 2")
-def test_a_damaged_step_is_passed_over_and_made_again(tiny, capsys):
-  common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--save-every", "2", "--quiet"]
-  assert cli.main([*common, "--steps", "4"]) == 0
-  next(Path("ckpt/4/model/d").iterdir()).write_bytes(b"")
-  capsys.readouterr()
-  assert cli.main([*common, "--steps", "6"]) == 0
-  assert capsys.readouterr().err.startswith("warning: step 4 was passed over: step 4 is damaged: model/d/")
-  assert cli.main(["verify", "ckpt"]) == 0
-
-
-def test_an_interrupted_run_saves_and_goes_on(tiny, capsys):
-  Path("ended.py").write_text(
-    TINY.replace("def tokens(batch):", "def tokens(batch):\n  global n; n += 1\n  if n == 3: end()")
-    + "\nimport os, signal\nn = 0\ndef end():\n  os.kill(os.getpid(), signal.SIGINT)\n"
-  )
-  assert cli.main(["train", "ended.py", "--checkpoint", "ckpt", "--steps", "8"]) == 130
-  shown = capsys.readouterr()
-  ended, saved = shown.out.splitlines()[-2:]
-  assert ended == "asked to end: saving step 3"
-  assert saved.startswith("step 3/8  checkpoint in ")
-  assert shown.err == "interrupted\n"
-  assert cli.main(["inspect", "ckpt"]) == 0
 
 
 @pytest.mark.slow
@@ -351,25 +170,6 @@ def layered(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   Path("layered.py").write_text(LAYERED)
   return "layered.py"
-
-
-@pytest.mark.slow
-def test_train_takes_the_way_that_search_prints(layered, capsys):
-  """The same losses on every way, and a resume on another says which settings differ."""
-  assert LAYERED != TINY
-  common = ["train", layered, "--steps", "3", "--quiet"]
-  assert cli.main([*common, "--out", "plain", "--checkpoint", "ckpt"]) == 0
-  way = ["--remat", "none", "--rules", "width=tensor,columns=tensor", "--microbatches", "2", "--zero", "2"]
-  assert cli.main([*common, "--out", "way", *way]) == 0
-  expected = [loss for _, loss in losses("plain")]
-  assert [loss for _, loss in losses("way")] == pytest.approx(expected, rel=1e-5)
-  capsys.readouterr()
-  resume = ["train", layered, "--steps", "4", "--quiet", "--checkpoint", "ckpt", "--resume", "--out", "plain"]
-  assert cli.main([*resume, *way]) == 0
-  said = capsys.readouterr().err
-  assert 'remat "as written" -> "none"' in said
-  assert 'rules "" -> "width=tensor,columns=tensor"' in said
-  assert "zero 0 -> 2" in said
 
 
 def test_the_rules_of_a_run_reach_its_loss(layered):
@@ -424,15 +224,3 @@ def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypa
   assert cli.main(["export", "tuned", "trained", recipe, *mesh]) == 0
   first, tuned = (nxp.Checkpointer(name).restore(as_numpy=True)["model"] for name in ("first", "tuned"))
   assert first.keys() == tuned.keys()
-
-
-@pytest.mark.slow
-def test_check_gradients_says_first_whether_they_are_right(tiny, capsys):
-  assert cli.main(["train", tiny, "--steps", "1", "--check-gradients", "--quiet"]) == 0
-  assert capsys.readouterr().out.startswith("the gradients of 2 leaves are right, to 1e-04 (float32)\n")
-  wrong = "jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: 2 * g, (), model(batch['x']))"
-  Path(tiny).write_text("import jax\n" + TINY.replace('model(batch["x"])', wrong))
-  assert cli.main(["train", tiny, "--steps", "1", "--check-gradients"]) == 3
-  printed = capsys.readouterr().out
-  assert "2 times the derivative" in printed
-  assert "step" not in printed

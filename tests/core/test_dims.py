@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import primitives
 
+from nnx_parallel.core import dims
 from nnx_parallel.core.dims import dim_map, moved
 from nnx_parallel.core.jaxprs import bind as _bind
 from nnx_parallel.core.tiles import Grid, Tiles, Untiled
@@ -231,6 +233,29 @@ def test_a_block_of_a_result_is_made_from_blocks(name, run, args):
       known = {leaf: grid.take(jnp.asarray(values[id(leaf[0])]), leaf[1], places) for leaf in tiles.leaves}
       found = tiles.value(eqn.outvars[0], label, known, places)
       close([found], [grid.take(jnp.asarray(result), label, places)])
+
+
+UNMAPPED = frozenset((
+  # They hold programs.
+  "call", "closed_call", "cond", "custom_lin", "custom_linear_solve", "custom_vjp_call", "eval_jaxpr", "jit",
+  "reduce", "reduce_window", "remat2", "scan", "select_and_scatter", "while",
+  # They send: dims of a shard are not those of the array.
+  "all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all",
+  # Random numbers depend on the place in the whole array.
+  "random_fold_in", "random_gamma", "random_seed", "random_split", "rng_bit_generator", "rng_uniform",
+  "threefry2x32",
+  # Effects, and arrays without operands.
+  "after_all", "create_token", "empty2", "get", "swap",
+  # Linear algebra that mixes dims in other ways.
+  "eig", "hessenberg", "polynomial", "tridiagonal",
+))  # fmt: skip
+"""Operations of jax that the table leaves out on purpose."""
+
+
+def test_each_operation_of_jax_is_in_the_table_or_left_out_by_name():
+  known = {getattr(primitives, name).name for name in dir(primitives) if name.endswith("_p")}
+  assert known - dims._RULES.keys() <= UNMAPPED, "a new operation: put it into the table, or into UNMAPPED"
+  assert not UNMAPPED & dims._RULES.keys()
 
 
 def test_what_is_not_in_the_table_has_no_map():

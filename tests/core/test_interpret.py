@@ -21,6 +21,7 @@ from nnx_parallel.core.interpret import (
   without_copies,
 )
 from nnx_parallel.core.jaxprs import bind, called, equations
+from searches import programs
 
 X = jnp.linspace(0.1, 1.0, 8)
 
@@ -114,6 +115,22 @@ def test_without_a_rule_the_results_are_those_of_the_program(kinds):
   trace = jax.make_jaxpr(function)(X)
   np.testing.assert_allclose(interpret(trace, [X])[0], wanted, rtol=1e-5)
   np.testing.assert_allclose(walked(function, lambda eqn, inputs: DEFAULT, X), wanted, rtol=1e-5)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_model_and_its_gradient_are_walked_without_a_change(seed, as_users_have_it):
+  """The same operations in the same order, wherever they are, and the same bits."""
+  program = programs.draw(programs.SMALL + seed if seed % 2 else seed)
+  params, batch = programs.values_of(program, seed)
+  trace = jax.make_jaxpr(jax.value_and_grad(lambda p: programs.loss_of(program, p, batch)))(params)
+  again = rewritten(trace, lambda eqn, inputs: DEFAULT)
+  before, after = ([eqn.primitive.name for eqn in equations(t)] for t in (trace, again))
+  assert after == before
+  arrays = jax.tree.leaves(params)
+  wanted, found = (jax.jit(jax.extend.core.jaxpr_as_fun(t))(*arrays) for t in (trace, again))
+  for ours, theirs in zip(found, wanted, strict=True):
+    np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(6))

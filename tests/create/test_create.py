@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from create.models import arrays_of, assert_same_arrays, loss, stack
+from create.models import arrays_of, assert_same_arrays, stack
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 COMPILE = ("slices", "jit")
@@ -76,34 +76,6 @@ def test_no_two_leaves_share_memory(compile):
         assert seen.setdefault(pointer, f"{root} {path}") == f"{root} {path}"
 
 
-def tokens(mesh: jax.sharding.Mesh, plan: nxp.Plan) -> jax.Array:
-  return nxp.shard_batch(np.random.default_rng(0).integers(0, 32, (8, 5)), plan)
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("compile", COMPILE)
-def test_a_plain_nnx_jit_step_works_on_what_was_created(compile):
-  mesh = mesh_of("auto")
-  plan = nxp.plan(stack, mesh, [RULES, nxp.replicate()], optimizer=optax.adamw(1e-2))
-  model, optimizer = nxp.create_sharded_model(plan, compile=compile)
-
-  @nnx.jit(donate_argnums=(0, 1))
-  def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
-    value, grads = nnx.value_and_grad(loss)(model, batch)
-    optimizer.update(model, grads)
-    return value
-
-  with nnx.use_eager_sharding(False):
-    alone = stack()
-    its_optimizer = nnx.Optimizer(alone, optax.adamw(1e-2), wrt=nnx.Param)
-  batch = np.random.default_rng(0).integers(0, 32, (8, 5))
-  ours = [float(step(model, optimizer, tokens(mesh, plan))) for _ in range(3)]
-  theirs = [float(step(alone, its_optimizer, jnp.asarray(batch))) for _ in range(3)]
-  np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-  assert ours[2] < ours[0]
-
-
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_an_optimizer_built_by_hand_follows_the_parameters(kind):
   mesh = mesh_of(kind)
@@ -111,20 +83,6 @@ def test_an_optimizer_built_by_hand_follows_the_parameters(kind):
   optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
   moment = optimizer.opt_state[0].mu["blocks"][0]["up"]["kernel"].get_value()
   assert moment.sharding.is_equivalent_to(model.blocks[0].up.kernel.get_value().sharding, 2)
-
-
-def test_a_rule_spelt_like_a_mesh_axis_leaves_the_fallback_alone():
-  def init() -> nnx.Module:
-    return nnx.Linear(16, 32, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("fsdp", None)})
-
-  rules = [nxp.LogicalRules(fsdp=None), nxp.fsdp("fsdp", min_size=64, extend=True)]
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules)
-  assert plan["kernel"].spec == jax.P(None, "fsdp")
-  model = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan)
-  optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-  moment = optimizer.opt_state[0].mu["kernel"].get_value()
-  assert moment.addressable_shards[0].data.shape == (16, 4)
 
 
 def test_init_may_build_something_else_only_before_planning():
@@ -148,30 +106,3 @@ def test_values_that_numpy_computes_in_init(compile):
   model = nxp.create_sharded_model(Scaled, nxp.make_mesh(fsdp=8), compile=compile)
   assert float(model.scale[...]) == 4
   np.testing.assert_array_equal(model.order[...], [0, 1, 2])
-
-
-def test_an_optimizer_prints_without_the_layout_of_each_variable():
-  plan = nxp.plan(
-    lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.adam(1e-3)
-  )
-  assert "NamedSharding" not in repr(nxp.create_sharded_model(plan)[1])
-
-
-def test_bad_arguments():
-  plan = nxp.plan(stack, nxp.abstract_mesh(data=1, fsdp=2, tensor=2), [RULES, nxp.replicate()])
-  with pytest.raises(
-    nxp.errors.PlanError, match="this plan is on an abstract mesh, so there is nothing to create on"
-  ):
-    nxp.create_sharded_model(plan)
-  with pytest.raises(nxp.errors.PlanError, match="got a plan and also mesh, rules, optimizer"):
-    nxp.create_sharded_model(plan, nxp.make_mesh(fsdp=8))
-  with pytest.raises(
-    nxp.errors.PlanError, match="got a plan and also mesh, rules, optimizer, or an option of plan"
-  ):
-    nxp.create_sharded_model(plan, uneven="pad")
-  with pytest.raises(nxp.errors.PlanError, match="needs a mesh"):
-    nxp.create_sharded_model(stack)
-  with pytest.raises(
-    nxp.errors.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, jit"
-  ):
-    nxp.create_sharded_model(stack, mesh_of("auto"), [RULES, nxp.replicate()], compile="fast")

@@ -68,17 +68,6 @@ def test_initializers(name):
   assert [runs for runs, _ in programs(plan)] == [3]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_narrow_dtypes(dtype):
-  def make(key, shape, dtype):
-    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
-
-  def init():
-    return Kernels(make, (16, 64), jnp.dtype(dtype), nnx.Rngs(0))
-
-  assert_same_arrays(arrays_of(created(init)), arrays_of(init()))
-
-
 class Scaled(nnx.Module):
   """Each layer's scale depends on its depth, as in GPT-2."""
 
@@ -167,14 +156,6 @@ def test_constructors(name):
   assert_same_arrays(arrays_of(created(init)), expected, atol=2e-7 if fused else 0.0)
 
 
-@pytest.mark.parametrize("name", ["computed", "stack"])
-def test_the_reference_agrees(name):
-  init = CONSTRUCTORS[name]
-  sliced, whole = arrays_of(created(init)), arrays_of(created(init, compile="jit"))
-  for path, value in sliced.items():
-    np.testing.assert_allclose(value, whole[path], rtol=3e-7, atol=1e-7, err_msg=path)
-
-
 def number(depth: int, optimizer: optax.GradientTransformation | None = None) -> int:
   def init():
     return Stack(depth, 16, nnx.Rngs(0, dropout=1))
@@ -195,11 +176,6 @@ def test_layers_that_differ_in_a_number_share_a_program(caplog):
     "1 programs make 4 arrays; 4 are placed as they are\n"
     "     4 x float32[32,64] P(None, 'fsdp'): layers.0.kernel and 3 more"
   ]
-
-
-def test_a_compiled_sub_constructor_is_cut_too():
-  plan = nxp.plan(CONSTRUCTORS["compiled"], MESH(), RULES)
-  assert sorted(runs for runs, (first, *_) in programs(plan) if "kernel" in first.name) == [3]
 
 
 def test_variables_that_share_work_share_no_buffers():
@@ -244,18 +220,6 @@ def test_many_keys_do_not_tie_variables_together():
   assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(init()))
 
 
-def test_other_shardings_are_other_programs():
-  def init():
-    return Kernels(INIT.lecun_normal(), (16, 64), jnp.float32, nnx.Rngs(0))
-
-  rules = nxp.PathRules([("x", ("fsdp", None)), (".*", (None, "fsdp"))])
-  found = programs(nxp.plan(init, nxp.make_mesh(fsdp=8), rules))
-  assert sorted((runs, leaves[0].spec) for runs, leaves in found) == [
-    (1, jax.P("fsdp", None)),
-    (2, jax.P(None, "fsdp")),
-  ]
-
-
 class Talkative(nnx.Module):
   """Has a side effect in its constructor."""
 
@@ -277,37 +241,6 @@ def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
   assert f"\nnote: created as one program, which takes longer to compile: {reason}" in str(plan)
 
 
-def test_an_optimizer_with_side_effects_is_created_whole_and_the_plan_says_so():
-  def start(params: optax.Params) -> optax.OptState:
-    jax.debug.callback(lambda x: None, jax.tree.leaves(params)[0].sum())
-    return optax.EmptyState()
-
-  loud = optax.chain(optax.adam(1e-3), optax.GradientTransformation(start, lambda g, s, p=None: (g, s)))
-  plan = nxp.plan(CONSTRUCTORS["scaled"], MESH(), RULES, optimizer=loud)
-  assert [note for note in plan.notes if "side effects" in note] == [
-    "created as one program, which takes longer to compile: it has side effects (Debug)"
-  ]
-
-
-class Precise(nnx.Module):
-  """A table computed in float64, as rotary frequencies are."""
-
-  def __init__(self):
-    with jax.enable_x64(True):
-      self.table = nnx.Variable(jnp.sin(jnp.arange(1024) / 7).astype(jnp.float32))
-
-
-def test_a_constructor_that_computes_in_float64_runs_whole_and_says_so():
-  model = created(Precise)
-  np.testing.assert_allclose(model.table[...], np.sin(np.arange(1024) / 7), rtol=1e-6)
-  (note,) = nxp.plan(Precise, MESH(), RULES).notes
-  assert "as one program, which takes longer to compile: it computes in int64 under its own" in note
-
-
-def test_a_constructor_that_can_be_cut_has_no_note():
-  assert not nxp.plan(CONSTRUCTORS["stack"], MESH(), RULES, optimizer=optax.adam(1e-3)).notes
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_one_call_runs_the_constructor_once(explicit):
   calls = []
@@ -321,19 +254,6 @@ def test_one_call_runs_the_constructor_once(explicit):
   assert len(calls) == 1
   with nnx.use_eager_sharding(False):
     assert_same_arrays(arrays_of(model), arrays_of(Stack(2, 16, nnx.Rngs(5, params=0))))
-
-
-def test_a_plan_creates_what_the_constructor_reads_today():
-  seed = 0
-
-  def init():
-    return Stack(2, 16, nnx.Rngs(seed))
-
-  plan = nxp.plan(init, MESH(), RULES)
-  seed = 7
-  with nnx.use_eager_sharding(False):
-    expected = arrays_of(Stack(2, 16, nnx.Rngs(7)))
-  assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), expected)
 
 
 def test_constants_are_copied():

@@ -1,6 +1,5 @@
 """Arrays, metadata and plan agree after creation, after steps and after a restore, whatever the module."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +11,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from create.models import Stack, arrays_of, assert_same_arrays, loss
-from create.test_wild import WILD
 from nnx_parallel.create import constructor
-from training import plain_step
 
 RULES = [nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), nxp.replicate()]
 
@@ -68,49 +65,6 @@ def test_after_creation_each_step_an_assignment_and_a_restore(tmp_path, request)
 
 def square(model: Any, x: jax.Array) -> jax.Array:
   return (jnp.abs(model(x)) ** 2).mean()
-
-
-def train(init: Callable[[], nnx.Module], loss_fn: Callable[..., jax.Array]) -> nnx.Module:
-  """Two steps on the mesh and two on one device, with equal losses; the sharded model."""
-  rules = [nxp.LogicalRules(batch="data"), nxp.fsdp("tensor", min_size=0)]
-  plan = nxp.plan(init, nxp.make_mesh(data=4, tensor=2), rules, optimizer=optax.sgd(1e-2))
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss_fn)
-  x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-  alone = init()
-  its_optimizer = nnx.Optimizer(alone, optax.sgd(1e-2), wrt=nnx.Param)
-  reference = plain_step(loss_fn)
-  for _ in range(2):
-    expected = reference(alone, its_optimizer, jnp.asarray(x))
-    found = step(model, optimizer, nxp.shard_batch(x, plan))["loss"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-  nxp.check_layout(model, plan, optimizer=optimizer)
-  return model
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("name", ["rotary", "unhashable", "metadata", "optional", "tied"])
-def test_wild_modules_train_in_their_layout(name):
-  train(lambda: WILD[name](nnx.Rngs(0)), square)
-
-
-def test_a_cache_made_in_the_loss_is_named_with_its_mend():
-  def init():
-    return WILD["caching"](nnx.Rngs(0))
-
-  with pytest.raises(nxp.errors.TrainError) as caught:
-    train(init, square)
-  assert str(caught.value) == (
-    "the step added seen, Variable type Cache, to the module.\n"
-    "  Fix: create it before the first step, or remove it in the loss function: nnx.pop(model, nnx.Cache)."
-  )
-
-  def mended(model: Any, x: jax.Array) -> jax.Array:
-    value = square(model, x)
-    nnx.pop(model, nnx.Cache)
-    return value
-
-  assert not hasattr(train(init, mended), "seen")
 
 
 @pytest.mark.auto_axes("what it expects is of Auto axes")

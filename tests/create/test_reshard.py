@@ -74,35 +74,6 @@ def test_donation_frees_the_old_arrays(alone):
   assert all(array.is_deleted() for array in old)
 
 
-class Shared(nnx.Module):
-  """Two Variables hold one array, as after `ema = Param(p[...])`."""
-
-  def __init__(self) -> None:
-    self.live = nnx.Param(jnp.arange(64.0).reshape(8, 8))
-    self.average = nnx.Variable(self.live[...])
-
-
-def test_a_shared_array_is_made_separate_and_freed_once():
-  model = Shared()
-  assert model.live.get_value() is model.average.get_value()
-  plan = nxp.plan(Shared, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
-  moved = nxp.reshard(model, plan, donate=True)
-  assert len(pointers(moved)) == 16
-  np.testing.assert_array_equal(moved.average[...], moved.live[...])
-
-
-@pytest.mark.slow
-def test_the_new_module_trains_as_the_old_one(alone):
-  plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
-  model, optimizer = nxp.reshard(alone[0], plan, optimizer=alone[1])
-  grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-  optimizer.update(model, grads)
-  alone[1].update(alone[0], jax.tree.map(jnp.ones_like, nnx.state(alone[0], nnx.Param)))
-  left, right = arrays_of(model), arrays_of(alone[0])
-  for name, value in left.items():
-    np.testing.assert_allclose(value, right[name], rtol=1e-6, err_msg=name)
-
-
 def test_numpy_arrays_by_name(alone):
   plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
   given = [jax.tree.map(np.array, arrays_of(node)) for node in alone]
@@ -133,16 +104,6 @@ def test_uneven_arrays_are_padded():
   expected = np.pad(arrays["kernel"], [(0, 0), (0, 3)])
   for model in (created, given, moved):
     np.testing.assert_array_equal(np.asarray(model.kernel.get_raw_value()), expected)
-
-
-def test_only_the_shards_of_a_memory_map_are_read(tmp_path):
-  path = tmp_path / "kernel.npy"
-  np.save(path, np.arange(64 * 32, dtype=np.float32).reshape(64, 32))
-  plan = nxp.plan(
-    lambda: nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp()
-  )
-  model = nxp.from_arrays({"kernel": np.load(path, mmap_mode="r")}, plan)
-  np.testing.assert_array_equal(model.kernel[...], np.load(path))
 
 
 def test_arrays_that_do_not_fit():
@@ -192,62 +153,6 @@ def test_check_layout_names_each_difference():
     nxp.check_layout(model, plan, optimizer=optimizer)
   assert [line.strip() for line in str(caught.value).splitlines()[1:-2]] == expected
   assert "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)" in str(caught.value)
-
-
-def test_a_variable_without_an_array_is_no_difference():
-  def init() -> nnx.Module:
-    module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    module.cache = nnx.Variable(None)
-    return module
-
-  plan = nxp.plan(init, mesh(), nxp.replicate())
-  model = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan)
-  nxp.check_layout(nxp.reshard(model, plan), plan)
-
-
-def test_padded_models_move_to_any_other_padding():
-  init = lambda: nnx.Embed(30, 8, rngs=nnx.Rngs(0), embedding_metadata={"out_sharding": ("vocab", None)})
-  rules = nxp.LogicalRules(vocab="tensor")
-  expected = np.asarray(nxp.unsharded(init).embedding[...])
-  two = nxp.make_mesh(tensor=2, devices=jax.devices()[:2])  # 30 divides by 2: not padded
-  plans = [
-    nxp.plan(init, mesh, rules, uneven="pad")
-    for mesh in (two, nxp.make_mesh(data=2, tensor=4), nxp.make_mesh(tensor=8), two)
-  ]
-  model = nxp.create_sharded_model(plans[0])
-  for plan in plans[1:]:
-    model = nxp.reshard(model, plan, donate=True)
-    assert model.embedding.get_raw_value().shape == plan["embedding"].storage_shape
-    np.testing.assert_array_equal(np.asarray(model.embedding[...]), expected)
-
-
-def test_padded_arrays_of_one_shape_are_resized_by_one_program():
-  def init() -> nnx.List:
-    return nnx.List([nnx.Linear(10, 10, rngs=nnx.Rngs(i)) for i in range(6)])
-
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), uneven="pad")
-  assert any(plan["0.kernel"].padding)
-  model, compiled = init(), list[str]()
-
-  def count(event: str, _: float, **__: object) -> None:
-    if event.endswith("backend_compile_duration"):
-      compiled.append(event)
-
-  nxp.reshard(model, plan)
-  jax.monitoring.register_event_duration_secs_listener(count)
-  nxp.reshard(model, plan)
-  jax.clear_caches()
-  nxp.reshard(model, plan)
-  jax.monitoring.unregister_event_duration_listener(count)
-  assert 0 < len(compiled) < len(plan.leaves)
-
-
-def test_an_array_given_by_name_and_by_path_is_refused():
-  plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
-  given = {"kernel": np.ones((8, 16)), ("kernel",): np.zeros((8, 16)), "bias": np.ones(16)}
-  with pytest.raises(nxp.errors.PlanError, match=r"from_arrays got kernel twice.\n  Fix: give it once"):
-    nxp.from_arrays(given, plan)
 
 
 def test_a_failure_after_arrays_were_freed_says_so(monkeypatch):

@@ -13,7 +13,6 @@ from flax import nnx, struct
 
 import nnx_parallel as nxp
 from create.models import arrays_of, assert_same_arrays
-from training import other_notes
 
 
 class Rotary(nnx.Module):
@@ -180,45 +179,6 @@ def test_modules_in_a_static_attribute_are_an_error_with_the_mend(kind):
   assert text.endswith(f"Fix: self.{fix}, in Attributes.")
 
 
-def test_a_module_after_none_is_an_error_with_the_mend():
-  with pytest.raises(nxp.errors.PlanError) as caught:
-    nxp.create_sharded_model(lambda: Attributes("later"), nxp.make_mesh(data=8))
-  assert str(caught.value) == (
-    "Attributes.head got a Linear, after another value that flax takes for a static attribute.\n"
-    "  Cannot assign data value of type '<class 'flax.nnx.nn.linear.Linear'>' to static attribute 'head' of"
-    f" Pytree type '<class '{__name__}.Attributes'>'\n"
-    "  Fix: self.head = nnx.data(...) in Attributes, also where it is first set to None or a number."
-  )
-
-
-class Constrained(nnx.Module):
-  """Its constructor constrains a value to mesh axes."""
-
-  def __init__(self, rngs: nnx.Rngs):
-    value = nnx.initializers.lecun_normal()(rngs.params(), (8, 16))
-    self.kernel = nnx.Param(jax.lax.with_sharding_constraint(value, jax.P("data", None)))
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_a_constructor_may_constrain_to_the_plans_axes(explicit):
-  mesh = nxp.make_mesh(data=4, tensor=2, explicit=explicit)
-  model = nxp.create_sharded_model(lambda: Constrained(nnx.Rngs(0)), mesh, nxp.fsdp("tensor", min_size=0))
-  assert model.kernel.get_value().sharding.spec == jax.P(None, "tensor")
-
-
-def test_what_a_constructor_places_otherwise_is_noted():
-  mesh = nxp.make_mesh(data=4, tensor=2)
-  plan = nxp.plan(lambda: Constrained(nnx.Rngs(0)), mesh, nxp.replicate())
-  assert other_notes(plan) == (
-    "init itself places kernel P('data', None), planned P(None, None): the plan follows annotations"
-    " (out_sharding=...) and rules",
-  )
-  followed = nxp.plan(
-    lambda: Constrained(nnx.Rngs(0)), mesh, [nxp.PathRules([("kernel", jax.P("data"))]), nxp.replicate()]
-  )
-  assert other_notes(followed) == ()
-
-
 class Pair(typing.NamedTuple):
   cos: typing.Any
   sin: typing.Any
@@ -292,10 +252,3 @@ def test_arrays_in_a_container_are_planned_created_trained_saved_and_moved(conta
   for other in (restored, live, moved):
     assert type(other.rope) is type(alone.rope)
     assert_same_arrays(arrays_of(other), arrays_of(model))
-
-
-def test_a_model_with_arrays_in_a_tuple_has_a_memory_plan_and_is_compiled_from_its_plan():
-  plan = nxp.plan(lambda: Contained("tuple"), nxp.abstract_mesh(fsdp=8), nxp.fsdp(), optimizer=optax.sgd(0.1))
-  batch = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-  assert nxp.memory_plan(plan, contained_loss, batch).need_bytes > 0
-  assert nxp.train_step(contained_loss).lower(plan, batch=batch).as_text()

@@ -1,8 +1,6 @@
 """Generation on every layout gives the tokens of a plain loop on one device."""
 
 import functools
-import gc
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -256,17 +254,6 @@ def test_a_stock_model_on_explicit_axes(layout, kind):
   assert "computed on Auto axes" in str(generate.layers)
 
 
-@pytest.mark.slow
-def test_padding_on_the_left_and_requests_by_number():
-  generate = nxp.generator(NEW, sampling=DRAWN, padding="left")
-  axes = LAYOUTS["dp"]
-  model = placed(nxp.plan(Model, nxp.make_mesh(axes), rules_for(axes)))
-  order = np.array([3, 1, 0, 2, 7, 6, 5, 4])
-  left = np.stack([np.roll(row, WIDTH - n) for row, n in zip(PROMPTS, LENGTHS, strict=True)])
-  result = generate(model, left[order], lengths=LENGTHS[order], requests=order, key=jax.random.key(7))
-  assert rows(result) == [expected(DRAWN, ())[i] for i in order]
-
-
 def test_of_equal_logits_as_many_are_drawn_from_as_asked():
   logits, keys = jnp.zeros((64, 24), jnp.bfloat16), jax.random.split(jax.random.key(0), 64)
   for sampling, count in ((nxp.Sampling(1.0, top_k=1), 1), (nxp.Sampling(1.0, top_k=3), 3)):
@@ -377,46 +364,9 @@ def test_errors(case):
     call()
 
 
-def test_rows_that_do_not_split():
-  model = placed(nxp.plan(Counting, nxp.make_mesh(data=8), [nxp.replicate()]))
-  with pytest.raises(nxp.errors.DecodeError, match="2 prompts cannot be split over 8 shards"):
-    nxp.generator(1)(model, ONES)
-
-
 def test_a_raw_key_is_not_split_as_rows_are():
   model = placed(nxp.plan(Counting, nxp.make_mesh(data=8), [nxp.replicate()]))
   prompts = np.tile(ONES, (4, 1))
   generate = nxp.generator(2, sampling=DRAWN)
   raw, typed = (generate(model, prompts, key=key) for key in (jax.random.PRNGKey(3), jax.random.key(3)))
   np.testing.assert_array_equal(raw.tokens, typed.tokens)
-
-
-def test_a_model_is_not_kept_alive():
-  model = Counting()
-  generate = nxp.generator(1)
-  generate(model, ONES)
-  alive = weakref.ref(model)
-  del model
-  gc.collect()
-  assert alive() is None
-  assert not generate._bounds
-
-
-class Shifted(nnx.Module):
-  """Counts tokens, with a table that is in no Variable."""
-
-  def __init__(self, batch):
-    self.total = nnx.Cache(jnp.zeros((batch,), jnp.int32))
-    self.table = jnp.arange(1 << 16, dtype=jnp.int32) % 7
-
-  def __call__(self, tokens):
-    self.total[...] += self.table[tokens[:, 0]]
-    return nnx.one_hot(self.total[:, None] % 50, 50)
-
-
-def test_a_raw_array_is_an_argument_of_the_program():
-  generate, model, prompts = nxp.generator(4), Shifted(2), jnp.array([[1, 1], [5, 0]])
-  first = generate(model, prompts).tokens.tolist()
-  assert len(generate.lower(model, prompts).as_text()) < 1 << 16
-  model.table = model.table + 1
-  assert generate(model, prompts).tokens.tolist() != first

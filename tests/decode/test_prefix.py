@@ -7,7 +7,6 @@ import pytest
 import nnx_parallel as nxp
 from tests.decode import test_generate as plain
 from tests.decode import test_ragged as ragged
-from tests.decode.test_rows import Calls
 from training import placed
 
 NEW, BATCH = 4, ragged.BATCH
@@ -55,18 +54,6 @@ def test_a_cache_that_is_an_argument_is_at_the_position_after_the_prefix(options
   given = {"call": ragged.decoded, "cache": model.empty_cache}
   wanted = nxp.generator(NEW, **given)(model, WHOLE, lengths=LENGTHS + len(PREFIX))
   found = nxp.generator(NEW, **given, **options)(model, PROMPTS, lengths=LENGTHS, prefix=PREFIX)
-  np.testing.assert_array_equal(found.tokens, wanted.tokens)
-
-
-@pytest.mark.slow
-def test_a_prefix_is_read_once():
-  calls = Calls()
-  generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)
-  model = nxp.unsharded(lambda: ragged.Listed(1))
-  found = generate(model, PROMPTS[:, :1], prefix=PREFIX)
-  jax.effects_barrier()
-  assert sorted(calls.seen, reverse=True) == [8, 8, 3, *[1] * (BATCH // 2 * NEW)]
-  wanted = nxp.generator(NEW)(nxp.unsharded(lambda: ragged.Listed(BATCH)), WHOLE[:, : len(PREFIX) + 1])
   np.testing.assert_array_equal(found.tokens, wanted.tokens)
 
 

@@ -126,31 +126,6 @@ def test_rows_have_the_tokens_of_each_row_alone(init, layout):
   assert found.tokens.sharding.spec[0] == model.embed.embedding[...].sharding.mesh.axis_names[0]
 
 
-@pytest.mark.slow
-def test_the_calls_of_a_short_and_a_long_prompt():
-  calls = Calls()
-  generate = nxp.generator(NEW, prefill=16, call=calls)
-  model = nxp.unsharded(lambda: Listed(2))
-  found = generate(model, PROMPTS[:2], lengths=LENGTHS[:2])
-  jax.effects_barrier()
-  assert plain.rows(found) == alone(Listed, plain.GREEDY)[:2]
-  # The long prompt of 41 is read as 16 1 16 1 2 1 2 1, and 1.
-  assert {n: calls.seen.count(n) for n in calls.seen} == {16: 2, 2: 2, 1: 4 + NEW}
-
-
-@pytest.mark.slow
-def test_equal_prompts_are_read_in_parts_and_a_rest():
-  calls = Calls()
-  generate = nxp.generator(NEW, prefill=16, call=calls)
-  model = nxp.unsharded(lambda: Listed(2))
-  found = generate(model, PROMPTS[:2])
-  jax.effects_barrier()
-  assert sorted(calls.seen, reverse=True) == [16, 16, 8, *[1] * NEW]
-  assert str(generate.layers).startswith("prompts: 16, 8 tokens at once\n")
-  plainly = nxp.generator(NEW)(model, PROMPTS[:2])
-  assert plain.rows(found) == plain.rows(plainly)
-
-
 class OneBatch(Recurrent):
   """It takes a batch of 8 only."""
 
@@ -188,29 +163,6 @@ def test_slots_read_long_prompts_in_chunks(layout):
   given = {"lengths": LENGTHS[twice], "requests": twice, "key": jax.random.key(7)}
   found = generate(slotted(layout), PROMPTS[twice], **given)
   assert plain.rows(found) == [expected[n] for n in twice]
-
-
-class InOrder(Calls):
-  """One entry for each row of a call, which waits for the tokens of the row."""
-
-  def __call__(self, model, tokens, position):
-    jax.debug.callback(lambda tokens: self.seen.append(tokens.shape[1]), tokens)
-    return model(tokens)
-
-
-@pytest.mark.slow
-def test_a_new_prompt_delays_the_others_by_one_call_a_token():
-  calls = InOrder()
-  generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)
-  lengths = np.array([1, 2, 41, 41, 1])
-  generate(nxp.unsharded(lambda: Listed(1)), PROMPTS[:5], lengths=lengths)
-  jax.effects_barrier()
-  # Requests 2 and 3 begin after 5 and 6 tokens: their prompts take 8 chunks in turns, with a token of each
-  # slot after each chunk, and the last tokens of the prompts one by one.
-  text = "".join(map(str, calls.seen))
-  assert text.startswith("11" * 5 + "8" + "11" + "8")
-  assert "88" not in text
-  assert text.count("8") == 8
 
 
 WINDOWED = Config(
@@ -253,41 +205,3 @@ def test_caches_that_are_an_argument(kind):
     generate = nxp.generator(NEW, prefill=8, **options, **more)
     assert plain.rows(generate(model, PROMPTS, lengths=LENGTHS)) == expected
     assert "each row at its own position" in str(generate.layers)
-
-
-class Sums(nnx.Module):
-  """The sum of all tokens so far, in Explicit types."""
-
-  def __init__(self, sharded):
-    self.table = nnx.Param(jnp.arange(64), out_sharding=("data" if sharded else None,))
-
-  def __call__(self, tokens, before):
-    table = jax.reshard(self.table[...], jax.P("data"))  # only Explicit axes take this
-    totals = before + jnp.cumsum(tokens, 1)
-    return jax.nn.one_hot(totals % 10 + 0 * table.sum(), 10), totals[:, -1:]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_model_in_explicit_types(sharded):
-  mesh = nxp.make_mesh(data=8, explicit=True)
-  rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
-  model = placed(nxp.plan(lambda: Sums(sharded), mesh, rules))
-  options = {
-    "call": lambda model, tokens, position, cache: model(tokens, cache),
-    "cache": lambda batch, length: nxp.constrain(jnp.zeros((batch, 1), jnp.int32), "batch", None),
-  }
-  expected = []
-  for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
-    text = prompt[:length].tolist()
-    for _ in range(NEW):
-      text.append(sum(text) % 10)
-    expected.append(text[length:])
-  generate = nxp.generator(NEW, prefill=8, **options)
-  found = generate(model, PROMPTS, lengths=LENGTHS)
-  assert plain.rows(found) == expected
-  how = "a row cannot use model.table" if sharded else "each row at its own position"
-  assert how in str(generate.layers)
-  assert "computed on Explicit axes" in str(generate.layers)
-  if not sharded:
-    generate = nxp.generator(NEW, prefill=8, slots=8, **options)
-    assert plain.rows(generate(model, PROMPTS, lengths=LENGTHS)) == expected

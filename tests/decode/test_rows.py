@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -119,41 +118,6 @@ def test_slots_are_filled_again(layout, prefill):
   assert plain.rows(few) == one_by_one(sampling, stop)[:3]
 
 
-def test_no_slot_waits_for_the_longest():
-  calls = Calls()
-  generate = nxp.generator(8, stop=9, slots=2, call=calls)
-  # It counts up to the stop token, from 8 different starts.
-  starts = np.array([[1], [8], [8], [8], [7], [8], [8], [6]])
-  found = generate(Count(), starts)
-  assert plain.rows(found) == [[*range(start[0] + 1, 10)] for start in starts]
-  jax.effects_barrier()
-  assert (
-    len(calls.seen) <= 2 * 9
-  )  # under vmap each call counts for both slots; a batch of 2 takes 8 + 1 + 2 + 3
-
-
-class Count(nnx.Module):
-  """The next number; its cache holds the last one."""
-
-  def __init__(self):
-    self.last = nnx.Cache(jnp.zeros((1,), jnp.int32))
-
-  def __call__(self, tokens):
-    self.last[...] = tokens[:, -1]
-    return jax.nn.one_hot(self.last[...][:, None] + 1, 12) * jnp.ones((1, tokens.shape[1], 1))
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(("axes", "explicit"), [({"data": 8}, False), ({"data": 4, "tensor": 2}, True)])
-def test_slots_with_a_cache_that_is_an_argument(axes, explicit):
-  mesh = nxp.make_mesh(axes, explicit=explicit)
-  model = placed(nxp.plan(plain.Grouped, mesh, plain.rules_for(axes)[::2]))
-  generate = nxp.generator(NEW, call=plain.Grouped.__call__, cache=plain.ring, slots=8)
-  twice = np.concatenate([plain.PROMPTS, plain.PROMPTS[::-1]])
-  found = generate(model, twice, lengths=np.concatenate([plain.LENGTHS, plain.LENGTHS[::-1]]))
-  assert plain.rows(found) == plain.of_window() + plain.of_window()[::-1]
-
-
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("init", "options"),
@@ -172,51 +136,6 @@ def test_no_whole_cache_is_gathered(init, options):
   assert gathered, "the weights are sharded over fsdp"
   assert not [line for line in gathered if f",{LENGTH}," in line]
   assert ("own position" in str(generate.layers)) == ("prefill" in options)
-
-
-@pytest.mark.slow
-def test_a_report_on_a_plan_names_the_caches():
-  axes = LAYOUTS["both"]
-  plan = nxp.plan(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))
-  prompts = jax.ShapeDtypeStruct(plain.PROMPTS.shape, "int32")
-  report = nxp.compile_report(nxp.generator(NEW), plan, batch=prompts)
-  found = {x.name: x for x in report.arguments}
-  cache = found["blocks.1.attention.cached_key"]
-  assert cache.donated
-  assert cache.bytes == plain.BATCH * LENGTH * plain.FEATURES * 4 // 8
-  assert not found["head.kernel"].donated
-
-
-class Wide(nnx.Module):
-  """Many more tokens than rows."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.embed = nnx.Embed(512, 64, rngs=rngs)
-    self.total = nnx.Cache(jnp.zeros((1, 64)))
-    self.head = nnx.Linear(64, 512, rngs=rngs)
-
-  def __call__(self, tokens):
-    self.total[...] += self.embed(tokens)[:, 0]
-    return self.head(self.total[...])[:, None] * jnp.ones((1, tokens.shape[1], 1))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_head_is_not_gathered():
-  axes = {"data": 2, "tensor": 4}
-  names = nxp.LogicalRules(batch="data")
-  rules = [names, nxp.PathRules([(r"head\.kernel", (None, "tensor"))]), nxp.replicate()]
-  plan = nxp.plan(Wide, nxp.make_mesh(axes), rules)
-  rows = 4 // axes["data"]
-  largest = {}
-  for sampling in (plain.GREEDY, plain.DRAWN):
-    generate = nxp.generator(NEW, sampling=sampling, slots=4)
-    report = nxp.compile_report(generate, plan, batch=jax.ShapeDtypeStruct((4, 3), "int32"))
-    largest[sampling] = max(c.bytes for c in report.collectives if "tensor" in c.axes)
-  logits = rows * 512 * 4
-  assert largest[plain.GREEDY] <= logits // 8
-  assert largest[plain.DRAWN] == logits < 64 * 512 * 4
 
 
 def test_layers_that_are_scanned():

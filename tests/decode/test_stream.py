@@ -9,7 +9,6 @@ import pytest
 import nnx_parallel as nxp
 from tests.decode import test_generate as plain
 from tests.decode import test_ragged as ragged
-from tests.decode.test_rows import Calls
 from training import placed
 
 NEW, PROMPTS, LENGTHS = ragged.NEW, ragged.PROMPTS, ragged.LENGTHS
@@ -48,23 +47,3 @@ def test_streamed_tokens_are_those_of_each_row_alone(options, explicit):
   assert plain.rows(found) == expected
   blocks = generate._bound(model)._blocks
   assert [block._cache_size() for block in blocks.values()] == [1, 1]  # one program for each `every`
-
-
-def test_the_first_token_arrives_before_the_last_is_computed():
-  calls = Calls()
-  generate = nxp.generator(30, prefill=2, call=calls)
-  pairs = generate.stream(nxp.unsharded(lambda: ragged.Listed(2)), PROMPTS[:2, :4])
-  assert calls.seen == []  # nothing runs before the first pair is asked for
-  row, tokens = next(pairs)
-  jax.effects_barrier()
-  assert (row, tokens.shape) == (0, (1,))
-  # The prompt but its last token, and the tokens of this block and of the next, which runs meanwhile.
-  assert sorted(calls.seen) == [1, 1, 1, 2]
-  assert len([*pairs]) == 2 * 30 - 1
-  jax.effects_barrier()
-  assert sorted(calls.seen) == [*[1] * 31, 2]
-
-
-def test_errors():
-  with pytest.raises(nxp.errors.DecodeError, match="every=0"):
-    nxp.generator(1).stream(plain.Counting(), plain.ONES, every=0)

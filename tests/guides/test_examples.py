@@ -73,18 +73,6 @@ def test_an_example_learns_and_continues(tmp_path, name, steps, again):
     assert "eval_accuracy" in first
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_ten_lines_of_the_quickstart_are_the_example_and_run_in_two_processes_too(tmp_path):
-  code = (EXAMPLES / "finetune.py").read_text().partition('"""\n\n')[2].strip()
-  assert f"```py\n{code}\n```" in (ROOT / "guides/01-quickstart.md").read_text()
-  run(tmp_path, EXAMPLES / "tiny_checkpoint.py")
-  first = run(tmp_path, EXAMPLES / "finetune.py", 6)
-  words = ["launch", "-n", "2", "--devices-per-process", "4", "--", EXAMPLES / "finetune.py", 7]
-  second = run(tmp_path, "-m", "nnx_parallel", *words)
-  check(first, second, 6)
-
-
 def test_the_table_lists_each_file_and_a_script_is_short():
   table = (EXAMPLES / "README.md").read_text()
   for file in EXAMPLES.iterdir():

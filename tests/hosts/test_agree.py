@@ -4,27 +4,9 @@ import pytest
 
 import nnx_parallel as nxp
 from nnx_parallel.core import processes
-from nnx_parallel.core.processes import missing_tasks
 from processes import run_two
 
 HostError = nxp.errors.HostError
-
-
-def test_one_process_waits_for_nobody():
-  assert nxp.hosts.main_process()
-  nxp.hosts.barrier("nobody", timeout=0.001)
-  calls = []
-  assert nxp.hosts.once_per_host(lambda: calls.append(1))
-  assert calls == [1]
-
-
-def test_the_processes_that_the_runtime_names():
-  text = "DEADLINE_EXCEEDED: Barrier timed out. Id: x::0.\n# of tasks that reached the barrier: 1/{}.\n"
-  text += "The first task at the barrier: 0. Some timed out task names:\n{}\n\n\nRPC: /x/Barrier [type='']"
-  assert missing_tasks(text.format(2, "1")) == [1]
-  assert missing_tasks(text.format(12, "10\n3")) == [3, 10]
-  assert missing_tasks("INTERNAL: task is set to ERROR: UNAVAILABLE: Task 7 heartbeat timeout. This") == [7]
-  assert missing_tasks("INTERNAL: something else 5") == []
 
 
 def test_who_is_missing_is_known_whatever_the_runtime_says(monkeypatch):

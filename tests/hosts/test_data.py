@@ -1,10 +1,8 @@
 """Batches land where the plan's batch rule says, and bad sizes are refused with the size that works."""
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from processes import end_groups, run_two
@@ -32,19 +30,6 @@ def test_integers_that_32_bits_cannot_hold_are_refused(big):
   assert nxp.shard_batch({"ids": np.arange(16)}, plan)["ids"].dtype == np.int32
 
 
-def test_batch_rule_splits_dim_0_and_replicates_scalars():
-  plan = _plan(nxp.LogicalRules(batch=("data", "fsdp")), data=2, fsdp=2, tensor=2)
-  batch = nxp.shard_batch({"x": np.ones((8, 3), np.float32), "n": np.float32(2.0)}, plan)
-  assert batch["x"].sharding.spec == P(("data", "fsdp"), None)
-  assert batch["x"].addressable_shards[0].data.shape == (2, 3)
-  assert batch["n"].sharding.is_fully_replicated
-
-
-def test_without_a_rule_the_data_and_fsdp_axes_split_the_batch():
-  plan = _plan(nxp.fsdp(), data=2, fsdp=2, tensor=2)
-  assert plan.batch_spec(2) == P(("data", "fsdp"), None)
-
-
 def test_no_axis_for_the_batch_is_an_error():
   with pytest.raises(nxp.errors.ShardingError, match="no rule says which mesh axes split the batch") as error:
     _plan(tensor=8).batch_spec(2)
@@ -58,12 +43,6 @@ def test_uneven_batch_names_the_remainder_and_the_next_sizes():
   text = str(error.value)
   assert "batch['x'] has 12 examples, which 8 shards cannot split evenly (remainder 4)" in text
   assert "use a global batch of 8 or 16." in text
-
-
-def test_an_abstract_mesh_cannot_hold_a_batch():
-  plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.abstract_mesh(data=4096))
-  with pytest.raises(nxp.errors.ShardingError, match="abstract mesh"):
-    nxp.shard_batch(np.ones((8, 3)), plan)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
@@ -102,17 +81,6 @@ def test_items_by_index_are_no_batches_unless_the_call_says_so(source):
   assert [batch.shape for batch in nxp.batches(iter(source), plan)] == [(8,)] * 16
 
 
-def test_a_source_that_fails_loses_no_batch_before():
-  def source():
-    yield from (np.full((8,), i, np.float32) for i in range(3))
-    raise OSError("the disk is gone")
-
-  seen = []
-  with pytest.raises(OSError, match="the disk is gone"):
-    seen.extend(int(batch[0]) for batch in nxp.batches(source(), _plan(data=8)))
-  assert seen == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
   ("batch", "message"),
   [
@@ -126,19 +94,6 @@ def test_a_source_that_fails_loses_no_batch_before():
 def test_what_is_no_batch(batch, message):
   with pytest.raises(nxp.errors.ShardingError, match=message):
     nxp.shard_batch(batch, _plan(data=8))
-
-
-def test_a_mesh_is_not_a_plan():
-  with pytest.raises(
-    nxp.errors.PlanError, match=r"shard_batch needs a plan, and got .* Mesh\.\n  Fix: .*plan\)"
-  ):
-    nxp.shard_batch(np.ones((8, 3)), nxp.make_mesh(data=8))
-
-
-def test_values_survive_placement():
-  plan = _plan(data=4, tensor=2)
-  value = np.arange(24, dtype=np.float32).reshape(8, 3)
-  np.testing.assert_array_equal(jax.device_get(nxp.shard_batch(value, plan)), value)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import nnx_parallel as nxp
 from nnx_parallel.cli.command import main
 from nnx_parallel.cli.launch import command_of
-from nnx_parallel.hosts.launch import Job, describe, free_port, launch, worker_variables
+from nnx_parallel.hosts.launch import Job, launch, worker_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,27 +94,6 @@ def test_the_process_that_raised_first_is_named_although_another_ends_first():
   assert text.index("--   Gloo: connection closed by peer") > second
 
 
-def test_a_process_that_ended_well_while_others_ran_is_named():
-  code, lines = launched("""
-    if rank == 1:
-      sys.exit(0)
-    time.sleep(1.5)
-    sys.exit(5)
-  """)
-  assert code == 5
-  assert lines[0].startswith("-- process 0 failed first: exit code 5 after ")
-  assert lines[1].startswith("-- process 1 had ended with exit code 0 after ")
-  assert lines[1].endswith(", while the others went on")
-
-
-def test_a_killed_process_is_named():
-  code, lines = launched("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)")
-  assert code == 137
-  assert lines[0].startswith("-- process 0 failed first: killed by SIGKILL after ")
-  assert describe(139) == "killed by SIGSEGV"
-  assert describe(255) == "exit code 255"
-
-
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("killed", [0, 1])
@@ -131,12 +110,6 @@ def test_a_killed_process_comes_before_its_peers_that_end_at_the_same_time(kille
   code = launch(Job(python(body), processes=2), lines.append)
   assert code == 137
   assert any(line.startswith(f"-- process {killed} failed first: killed by SIGKILL") for line in lines)
-
-
-def test_a_program_that_does_not_exist():
-  lines: list[str] = []
-  assert launch(Job(["/no/such/program"]), lines.append) == 127
-  assert lines[0] == "[0] /no/such/program: No such file or directory"
 
 
 def test_a_launcher_without_stdin():
@@ -173,67 +146,6 @@ def test_restarts_have_a_budget_and_a_pause_that_doubles():
   assert time.monotonic() - started > 0.7
 
 
-def test_an_attempt_that_got_further_pauses_as_little_as_the_first():
-  body = """
-    attempt = int(os.environ["NNX_PARALLEL_ATTEMPT"])
-    open(os.environ["NNX_PARALLEL_HEARTBEAT"], "w").write(str([4, 4, 9][attempt]))
-    sys.exit(1)
-  """
-  _, lines = launched(body, processes=1, restarts=2, pause=0.1)
-  assert [line for line in lines if " in " in line] == [
-    "-- restart 1 of 2 in 0.1 s",
-    "-- restart 2 of 2 in 0.2 s",
-  ]
-  _, lines = launched(body.replace("[4, 4, 9]", "[4, 5, 9]"), processes=1, restarts=2, pause=0.1)
-  assert [line for line in lines if " in " in line] == [
-    "-- restart 1 of 2 in 0.1 s",
-    "-- restart 2 of 2 in 0.1 s",
-  ]
-
-
-@pytest.mark.parametrize("code", [2, 3])
-def test_wrong_usage_is_not_tried_again(code):
-  assert launched(f"sys.exit({code})", restarts=5, pause=60)[0] == code
-
-
-def test_attempts_after_a_step_have_their_own_command():
-  beat = "open(os.environ['NNX_PARALLEL_HEARTBEAT'], 'w').write('1')"
-  for first, last in ((beat, "[0] again"), ("", "[0] first")):
-    lines: list[str] = []
-    body = f"{first}\nprint('first', flush=True)\ntime.sleep(0.3)\nsys.exit(1)"
-    job = Job(python(body), python("print('again')"), restarts=1, pause=0)
-    assert launch(job, lines.append) == (first == "")
-    assert [line for line in lines if not line.startswith("--")][-1] == last
-
-
-def test_each_state_of_a_bar_is_a_line():
-  code, lines = launched(r"""print("\r 10%\r 20%\ndos\r\nlast", end="")""", processes=1)
-  assert code == 0
-  assert lines == ["[0] ", "[0]  10%", "[0]  20%", "[0] dos", "[0] last"]
-
-
-def test_complaints_about_a_killed_process_come_behind_its_name(tmp_path):
-  body = f"""
-    gate = {str(tmp_path / "works")!r}
-    def complain(*_):
-      print("Traceback (most recent call last):", "gloo: connection closed by peer", sep=chr(10), flush=True)
-      os._exit(1)
-    if rank == 1:
-      while not os.path.exists(gate):
-        time.sleep(0.02)
-      os.kill(os.getpid(), signal.SIGKILL)
-    signal.signal(signal.SIGTERM, complain)
-    print("works", flush=True)
-    open(gate, "w").close()
-    time.sleep(60)
-  """
-  code, lines = launched(body)
-  assert code == 137
-  assert lines[0] == "[0] works"
-  assert lines[1].startswith("-- process 1 failed first: killed by SIGKILL")
-  assert lines[2:] == ["[0] Traceback (most recent call last):", "[0] gloo: connection closed by peer"]
-
-
 def test_the_process_that_is_behind_is_named_when_no_step_is_made(tmp_path):
   code, lines = launched(
     f"""
@@ -250,18 +162,6 @@ def test_the_process_that_is_behind_is_named_when_no_step_is_made(tmp_path):
   )
   assert code == 1
   assert lines[0].startswith("-- process 1 hangs: no step for 0.5 s; last steps {0: 3, 1: 2} after ")
-
-
-def test_before_the_first_step_nothing_hangs():
-  assert launched("time.sleep(0.8)", hang_after=0.1)[0] == 0
-
-
-def test_a_loop_with_stop_signals_tells_its_steps(tmp_path, monkeypatch):
-  file = tmp_path / "beat"
-  monkeypatch.setenv("NNX_PARALLEL_HEARTBEAT", str(file))
-  with nxp.hosts.StopSignals() as stop:
-    assert not stop.asked(12)
-  assert file.read_text() == "12"
 
 
 STUBBORN = """
@@ -297,15 +197,6 @@ def test_a_killed_launcher_leaves_no_orphan():
   ended(launcher, pids)
 
 
-def test_a_killed_warden_takes_its_process_with_it():
-  launcher, pids = start()
-  parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
-  assert parent != launcher.pid
-  os.kill(parent, signal.SIGKILL)
-  assert "failed first: killed by SIGKILL" in ended(launcher, pids)
-  assert launcher.returncode == 137
-
-
 def test_sigterm_is_passed_on_and_then_force_comes():
   launcher, pids = start("--grace", "0.5")
   launcher.terminate()
@@ -322,14 +213,6 @@ def test_the_second_interrupt_ends_at_once():
   launcher.send_signal(signal.SIGINT)
   assert "-- ending at once" in ended(launcher, pids)
   assert launcher.returncode == 130
-
-
-def test_a_signal_during_a_pause_ends_the_launcher():
-  def write(line):
-    if "restart" in line:
-      os.kill(os.getpid(), signal.SIGTERM)
-
-  assert launch(Job(python("sys.exit(1)"), processes=2, restarts=1, pause=60), write) == 143
 
 
 def test_the_variables_of_a_process():
@@ -481,65 +364,3 @@ def test_a_disturbed_run_ends_with_the_losses_of_an_undisturbed_one(tmp_path, sc
   assert sorted(found) == [*range(1, 13)]
   assert found == pytest.approx(wanted, rel=1e-6)
   assert nxp.Checkpointer(tmp_path / "ckpt").verify() == {}
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_sigterm_to_one_process_is_agreed_on_saved_and_ends_with_its_own_code(tmp_path, script):
-  file, wanted = script
-  lines: list[str] = []
-  assert supervised(file, tmp_path / "ckpt", "term", lines, restarts=3) == 75, "\n".join(lines)
-  text = "\n".join(lines)
-  assert "failed" not in text
-  assert "restart" not in text
-  saved = nxp.Checkpointer(tmp_path / "ckpt").latest()
-  assert saved >= 6
-  assert f"[0] asked to end: saving step {saved}" in lines
-  # The next job has other processes.
-  assert supervised(file, tmp_path / "ckpt", "none", lines, processes=1, devices_per_process=4) == 0
-  assert f"[0] steps {saved + 1} to 12" in lines
-  assert losses(lines) == pytest.approx(wanted, rel=1e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_supervisor_for_each_process_of_a_cluster(tmp_path):
-  """Each has its own process; when one is killed the other fails too, and both come back."""
-  script = tmp_path / "train.py"
-  script.write_text(TRAINING)
-  options = ["--cluster", "--devices-per-process", "2", "--restarts", "2", "--pause", "0.1"]
-  command = [sys.executable, "-m", "nnx_parallel", "launch", *options, "--", str(script)]
-  variables = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-  variables["MASTER_PORT"] = str(free_port())
-  supervisors = [
-    subprocess.Popen(
-      [*command, str(tmp_path / "ckpt"), "kill"],
-      env={**variables, "RANK": str(rank)},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(2)
-  ]
-  outputs = [supervisor.communicate(timeout=120)[0] for supervisor in supervisors]
-  for supervisor, output in zip(supervisors, outputs, strict=True):
-    assert supervisor.returncode == 0, output
-    assert "-- restart 1 of 2 in 0.1 s" in output
-    assert " to 12" in output
-  assert "killed by SIGKILL" in outputs[1]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, monkeypatch, capsys):
-  monkeypatch.setenv("PYTHONPATH", str(ROOT))
-  common = ["digits", "--mesh", "data=4", "--steps", "4"]
-  job = ["launch", "--devices-per-process", "2", "--", *common, "--out", str(tmp_path / "two")]
-  assert main(job) == 0, capsys.readouterr().out
-  output = capsys.readouterr().out
-  assert "[0] digits, " in output
-  assert "[1] " not in output
-  assert main(["train", *common, "--devices", "4", "--out", str(tmp_path / "one")]) == 0
-  alone, together = (nxp.loop.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
-  losses = [[record["loss"] for record in records if "loss" in record] for records in (alone, together)]
-  assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-  assert len(losses[0]) == 4

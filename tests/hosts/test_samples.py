@@ -1,24 +1,17 @@
 """Samples by a global index: each is used once, on whatever processes, and what fails says which it was."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import grain
 import numpy as np
 import pytest
-from array_record.python import array_record_module
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.errors import ShardingError, TrainError
-from processes import run_in
+from nnx_parallel.errors import ShardingError
 
 
 def _plan(rules=None, **axes):
@@ -57,14 +50,6 @@ def test_batches_hold_consecutive_samples_on_every_mesh(axes):
   np.testing.assert_array_equal(found[1]["x"][:, 0], np.arange(19, 35, dtype=np.float32))
 
 
-def test_a_rank_with_rules_of_its_own():
-  plan = _plan(nxp.InputRules(map_1d=("data",), map_2d=("data", "tensor")), data=4, tensor=2)
-  source = [{"n": i, "x": np.arange(4.0, dtype=np.float32) + i} for i in range(8)]
-  (batch,) = nxp.batches(source, plan, batch=8)
-  assert batch["x"].sharding.spec == P("data", "tensor")
-  np.testing.assert_array_equal(batch["x"], np.stack([sample["x"] for sample in source]))
-
-
 def test_the_last_batch_is_dropped_padded_or_kept():
   plan, source = _plan(), Source(24)
   assert ids(nxp.batches(source, plan, batch=16)) == [list(range(16))]
@@ -76,12 +61,6 @@ def test_the_last_batch_is_dropped_padded_or_kept():
   assert padded["mask"].sharding.spec == P("data")
   with pytest.raises(ShardingError, match=r"batch has 3 examples, which 8 shards cannot split evenly"):
     nxp.batches(Source(19), plan, batch=16, last="keep")
-
-
-@pytest.mark.parametrize("start", [24, 30])
-@pytest.mark.parametrize("last", ["drop", "pad", "keep"])
-def test_nothing_is_left_at_the_end(start, last):
-  assert list(nxp.batches(Source(24), _plan(), batch=8, start=start, last=last)) == []
 
 
 def _mixture():
@@ -101,17 +80,6 @@ def test_a_mixture_of_grain_is_resumed_by_the_index_alone():
   assert whole[:32] != whole[32:]
   again = nxp.batches(mixture, _plan(data=2, tensor=4), batch=8, start=40)
   assert flat(ids(itertools.islice(again, 3))) == whole[40:]
-
-
-def test_files_of_array_record(tmp_path):
-  writer = array_record_module.ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
-  for index in range(40):
-    writer.write(np.full(3, index, np.float32).tobytes())
-  writer.close()
-  source = grain.sources.ArrayRecordDataSource([str(tmp_path / "a.array_record")])
-  data = grain.MapDataset.source(source).map(lambda record: np.frombuffer(record, np.float32))
-  found = list(nxp.batches(data, _plan(), batch=16, start=8))
-  np.testing.assert_array_equal(np.concatenate(found)[:, 0], np.arange(8, 40, dtype=np.float32))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -140,110 +108,3 @@ def test_samples_are_read_in_the_background_and_threads_end_with_the_iterator():
   assert {index for thread, index in readers if thread == caller} == {0}
   stream.close()
   assert set(threading.enumerate()) <= before
-
-
-@pytest.mark.slow
-def test_an_iterator_in_use_does_not_hold_the_interpreter_at_exit():
-  code = """
-    import numpy as np, nnx_parallel as nxp
-    from flax import nnx
-    plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=-1))
-    stream = nxp.batches([np.zeros(4, np.float32)] * 10**6, plan, batch=8)
-    next(stream)
-    raise SystemExit("the end")
-  """
-  done = subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(code)],
-    capture_output=True,
-    text=True,
-    timeout=120,
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-  )
-  assert (done.returncode, done.stderr.strip().splitlines()) == (1, ["the end"])
-
-
-def _filtered():
-  return grain.MapDataset.source(Source(16)).filter(lambda sample: sample["id"] % 2 == 0)
-
-
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (lambda plan: nxp.batches(iter([1]), plan, batch=8), r"list_iterator has no samples by index"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=0), r"batches got batch=0\.\n  batch: .*, at least 1"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=8, last="raise"), r"last='raise'"),
-    (lambda plan: nxp.batches([], plan, start=8), r"start=8, last='drop' need the size of a batch"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=8, global_batch=True), r"has no meaning"),
-    (lambda plan: nxp.batches([1.0] * 9, plan, batch=8, last="pad"), r"sample 0 is not\.\n  a float: 1\.0"),
-    (lambda plan: list(nxp.batches(_filtered(), plan, batch=8)), r"sample 1 is None"),
-    (
-      lambda plan: list(nxp.batches([np.ones(2)] * 7 + [np.ones(3)], plan, batch=8)),
-      r"sample 7 has other arrays than sample 0, so they cannot form a batch\.\n  \{'sample': \(3,\)\}",
-    ),
-  ],
-)
-def test_what_makes_no_batches(call, message):
-  with pytest.raises(TrainError, match=message):
-    call(_plan())
-
-
-def test_a_batch_that_the_devices_cannot_split_is_refused_at_once():
-  with pytest.raises(ShardingError, match=r"batch has 12 examples(.|\n)*use a global batch of 8 or 16"):
-    nxp.batches(Source(40), _plan(), batch=12)
-
-
-RUN = """
-import json
-import grain, jax, numpy as np, optax
-from flax import nnx
-import nnx_parallel as nxp
-
-folder, name, (steps, batch) = *arguments[:2], map(int, arguments[2:])
-me, read = jax.process_index(), []
-
-class Source:
-  def __len__(self):
-    return 96
-  def __getitem__(self, index):
-    read.append(int(index))
-    return {"id": np.int32(index), "x": np.full(4, index / 96, np.float32)}
-
-init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.replicate(), optimizer=optax.sgd(0.1))
-update = nxp.train_step(lambda model, b: (model(b["x"]) ** 2).mean())
-used = []
-
-def step(model, optimizer, b):
-  used.extend(int(i) for s in b["id"].addressable_shards for i in np.asarray(s.data))
-  return update(model, optimizer, b)
-
-data = grain.MapDataset.source(Source()).shuffle(seed=7)
-with nxp.Checkpointer(f"{folder}/ckpt") as checkpointer:
-  nxp.fit(
-    step, *nxp.create_sharded_model(plan), lambda n: nxp.batches(data, plan, batch=batch, start=n), plan=plan,
-    steps=steps, checkpointer=checkpointer, resume="latest", progress=False,
-  )
-with open(f"{folder}/{name}-{me}.json", "w") as file:
-  json.dump({"used": used, "read": read}, file)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_run_on_4_then_2_then_1_processes_uses_each_sample_once(tmp_path):
-  used = []
-  for processes, steps, batch in ((4, 2, 16), (2, 4, 16), (1, 8, 8)):
-    arguments = [str(tmp_path), f"n{processes}", str(steps), str(batch)]
-    if processes == 1:
-      exec(RUN, {"arguments": arguments})
-    else:
-      run_in(processes, RUN, *arguments)
-    records = [json.loads((tmp_path / f"n{processes}-{p}.json").read_text()) for p in range(processes)]
-    own = [record["used"] for record in records]
-    assert len({len(part) for part in own}) == 1  # each process used an equal share
-    used.append(flat(own))
-    for record, part in zip(records, own, strict=True):
-      others = set(used[-1]) - set(part)
-      assert len(others & set(record["read"])) <= 1  # besides its own, it read the first for its shapes
-  assert [len(part) for part in used] == [32, 32, 32]
-  assert sorted(flat(used)) == list(range(96))

@@ -9,11 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nnx_parallel as nxp
-from nnx_parallel.errors import ShardingError
 
 FIRST, LAST = jax.devices()[:4], jax.devices()[4:]
 X = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
@@ -30,13 +27,6 @@ class Net(nnx.Module):
 
   def __call__(self, x):
     return self.down(self.drop(nnx.relu(self.up(x))))
-
-
-class Holder(nnx.Module):
-  """One array."""
-
-  def __init__(self, x):
-    self.x = nnx.Param(x)
 
 
 def values(module):
@@ -67,87 +57,3 @@ def test_a_trainer_sends_its_weights_to_a_sampler(explicit):
       lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), values(trainer), values(sampler)
     )
   np.testing.assert_array_equal(jax.random.key_data(sampler.drop.rngs.key.get_value()), random)
-
-
-def test_predictions_of_a_teacher_train_a_student_on_other_devices():
-  wide, narrow = nxp.make_mesh(fsdp=4, devices=FIRST), nxp.make_mesh(data=4, devices=LAST)
-  teacher = nxp.create_sharded_model(lambda: Net(64, 0), wide, nxp.fsdp(min_size=16))
-  plan = nxp.plan(lambda: Net(8, 1), narrow, optimizer=optax.adam(0.01))
-  student, optimizer = nxp.create_sharded_model(plan)
-  targets = nxp.parallel.send(nnx.jit(lambda model: model(jnp.asarray(X)))(teacher), plan)
-  assert targets.sharding == jax.NamedSharding(narrow, jax.P("data", None))
-  step = nxp.train_step(lambda model, x, y: ((model(x) - y) ** 2).mean())
-  losses = [float(step(student, optimizer, X, targets)["loss"]) for _ in range(20)]
-  assert losses[-1] < losses[0] / 2
-
-
-def test_the_batches_of_a_loop_may_be_results_of_a_model_on_another_mesh():
-  first = nxp.make_mesh(data=4, devices=FIRST)
-  plan = nxp.plan(lambda: Net(8, 1), nxp.make_mesh(data=4, devices=LAST), optimizer=optax.adam(0.01))
-  teacher = nxp.create_sharded_model(lambda: Net(64, 0), first)
-  model, optimizer = nxp.create_sharded_model(plan)
-  predict = nnx.jit(lambda model, x: model(x))
-
-  def batches():
-    for _ in range(3):
-      x = nxp.shard_batch(X, nxp.plan(lambda: Net(64, 0), first))
-      yield {"x": X, "y": nxp.parallel.send(predict(teacher, x), plan)}
-
-  step = nxp.train_step(lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
-  found = nxp.fit(step, model, optimizer, batches(), steps=3, plan=plan, progress=False)
-  assert found.step == 3
-
-
-@pytest.mark.slow
-@given(data=st.data(), rows=st.sampled_from([8, 16]), columns=st.sampled_from([8, 24]))
-@settings(max_examples=40, deadline=None)
-def test_values_arrive_in_any_layout(data, rows, columns):
-  axes = st.sampled_from([None, "a", "b", ("a", "b"), ("b", "a")])
-  used = lambda entry: {entry} if isinstance(entry, str) else {*(entry or ())}
-  specs = st.tuples(axes, axes).filter(lambda spec: not used(spec[0]) & used(spec[1]))
-  meshes = st.permutations(range(8)).map(
-    lambda order: jax.sharding.Mesh(np.array(jax.devices())[np.array(order)].reshape(2, 4), ("a", "b"))
-  )
-  before, after = (
-    jax.device_put(
-      np.arange(rows * columns, dtype=np.float32).reshape(rows, columns),
-      jax.NamedSharding(data.draw(meshes), jax.P(*data.draw(specs))),
-    )
-    for _ in range(2)
-  )
-  source, target = Holder(before), Holder(jnp.zeros_like(after))
-  nxp.parallel.send(source, target)
-  np.testing.assert_array_equal(target.x.get_value(), before)
-  assert target.x.get_value().sharding == after.sharding
-
-
-def test_several_processes_cannot_send_to_other_devices(monkeypatch):
-  here, there = (nxp.make_mesh(data=4, devices=devices) for devices in (FIRST, LAST))
-  one, same, other = (nxp.create_sharded_model(lambda: Net(8, 0), mesh) for mesh in (here, here, there))
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  with pytest.raises(ShardingError, match=r"of 2 processes.\n  from 4 devices to 4, 0 of them the same"):
-    nxp.parallel.send(one, other)
-  assert nxp.parallel.send(one, same) is same
-
-
-def test_errors():
-  mesh = nxp.make_mesh(data=8)
-  small, large = (nxp.create_sharded_model(lambda w=w: Net(w, 0), mesh) for w in (8, 16))
-  before = values(large)
-  message = r"3 Variables of the Net are not in the Net.\n  down.kernel: .*\[16,4\].* in the source .*\[8,4\]"
-  with pytest.raises(ShardingError, match=message):
-    nxp.parallel.send(small, large)
-  jax.tree.map(np.testing.assert_array_equal, values(large), before)
-  inside = "is a value inside a compiled program, and cannot be placed there"
-  with pytest.raises(ShardingError, match=f"batch {inside}"):
-    jax.jit(lambda x: nxp.parallel.send(x, nxp.plan(lambda: Net(8, 0), mesh)))(X)
-  with pytest.raises(ShardingError, match=f"kernel {inside}|bias {inside}"):
-    nnx.jit(lambda module: nxp.parallel.send(module, small))(small)
-  with pytest.raises(ShardingError, match=r"send\(source, to\) got a dict and a Mesh"):
-    nxp.parallel.send({"x": X}, mesh)
-  with pytest.raises(
-    ShardingError, match=r"send\(source, to\) got a Net and a Plan(.|\n)*reshard\(module, plan\)"
-  ):
-    nxp.parallel.send(small, nxp.plan(lambda: Net(8, 0), mesh))
-  with pytest.raises(ShardingError, match=r"cannot split|divide"):
-    nxp.parallel.send(X[:30], nxp.plan(lambda: Net(8, 0), mesh))

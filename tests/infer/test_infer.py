@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from layout.families import GPT, T5, Llama, ViT
 from nnx_parallel import infer_rules, presets
-from nnx_parallel.errors import ShardingError
 from training import other_notes, run_steps
 
 TOKENS = jax.ShapeDtypeStruct((8, 8), "int32")
@@ -120,13 +119,6 @@ def test_sizes_that_the_axis_does_not_divide_stay_whole():
   }
 
 
-def test_heads_that_the_axis_does_not_divide_leave_attention_whole():
-  # Two key-value heads on four devices: a split would cut through heads.
-  found = specs(lambda: Llama(nnx.Rngs(0), depth=1), TOKENS, mesh={"tensor": 4})
-  assert not any(found["layers.0.self_attn.q_proj.kernel"])
-  assert found["layers.0.mlp.up_proj.kernel"] == P(None, "tensor")
-
-
 @pytest.mark.parametrize(
   ("mesh", "options", "text"),
   [
@@ -137,22 +129,6 @@ def test_heads_that_the_axis_does_not_divide_leave_attention_whole():
 )
 def test_only_fsdp(mesh, options, text):
   assert repr(infer_rules(lambda: Llama(nnx.Rngs(0)), nxp.abstract_mesh(**mesh), TOKENS, **options)) == text
-
-
-def test_axes_by_name():
-  mesh = nxp.abstract_mesh(x=2, y=2)
-  rules = infer_rules(lambda: MLP(nnx.Rngs(0)), mesh, FLOATS, tensor_axis="y", fsdp_axis="x", min_size=0)
-  assert "'y'" in repr(rules.paths)
-  assert rules.fallback.axes == ("x",)
-  with pytest.raises(
-    ShardingError, match=r"infer_rules got the axis 'z', which is not in the mesh[\s\S]*of x, y"
-  ):
-    infer_rules(lambda: MLP(nnx.Rngs(0)), mesh, FLOATS, tensor_axis="z")
-
-
-def test_a_trace_needs_inputs():
-  with pytest.raises(ShardingError, match=r"needs example inputs[\s\S]*jax\.ShapeDtypeStruct\(\(8, 128\)"):
-    infer_rules(lambda: MLP(nnx.Rngs(0)), nxp.abstract_mesh(tensor=2))
 
 
 def test_a_loss_may_be_traced_instead():
@@ -192,25 +168,6 @@ def test_a_rule_never_reaches_into_longer_paths():
   assert large.paths[0].match(("inner", "up", "kernel")).names == (None, "tensor")
 
 
-class Convolutions(nnx.Module):
-  def __init__(self, rngs):
-    self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
-    self.norm = nnx.BatchNorm(16, rngs=rngs)
-    self.second = nnx.Conv(16, 8, (3, 3), rngs=rngs)
-    self.depthwise = nnx.Conv(8, 8, (3, 3), feature_group_count=8, rngs=rngs)
-
-  def __call__(self, x):
-    return self.depthwise(self.second(nnx.relu(self.norm(self.first(x)))))
-
-
-def test_convolutions_pair_over_their_channels():
-  found = specs(lambda: Convolutions(nnx.Rngs(0)), IMAGES)
-  assert found["first.kernel"] == P(None, None, None, "tensor")
-  assert found["second.kernel"] == P(None, None, "tensor", None)
-  assert found["norm.scale"] == P("tensor")
-  assert not any(found["depthwise.kernel"])
-
-
 class Stacked(nnx.Module):
   def __init__(self, rngs):
     @nnx.split_rngs(splits=3)
@@ -233,16 +190,6 @@ def test_stacked_layers_are_seen_through_scan():
   assert found["blocks.layers.0.kernel"] == P(None, None, "tensor")
   assert found["blocks.layers.1.kernel"] == P(None, "tensor", None)
   assert found["blocks.layers.0.bias"] == P(None, "tensor")
-
-
-@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit, jax.checkpoint])
-def test_calls_are_seen_through(wrap):
-  class Net(MLP):
-    def __call__(self, x):
-      return wrap(lambda m, x: MLP.__call__(m, x))(self, x)
-
-  found = specs(lambda: Net(nnx.Rngs(0), (16, 64, 16)), FLOATS)
-  assert (found["layers.0.kernel"], found["layers.1.kernel"]) == (P(None, "tensor"), P("tensor", None))
 
 
 def test_layers_of_equal_width_stay_apart_where_their_activation_is_compiled():
@@ -280,38 +227,6 @@ def test_a_recurrent_cell_is_never_split_on_both_sides():
   assert all(sum(entry is not None for entry in spec) <= 1 for spec in found.values())
 
 
-def test_unused_and_odd_variables_do_no_harm():
-  class Net(MLP):
-    def __init__(self, rngs):
-      super().__init__(rngs, (16, 64, 16))
-      self.unused = nnx.Param(jnp.zeros((64, 64)))
-      self.dropout = nnx.Dropout(0.5, rngs=rngs)
-      self.scale = nnx.Param(jnp.ones(()))
-      self.steps = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-      self.steps[...] += 1
-      return self.dropout(super().__call__(x)) * self.scale[...]
-
-  found = specs(lambda: Net(nnx.Rngs(0)), FLOATS)
-  assert not any(found["unused"])
-  assert found["layers.0.kernel"] == P(None, "tensor")
-
-
-def test_a_variable_without_an_array_shifts_nothing():
-  class Late(nnx.Module):
-    def __init__(self):
-      self.cache = nnx.Variable(None)  # comes before the layers in flax's order
-      self.up, self.down = (nnx.Linear(a, b, rngs=nnx.Rngs(0)) for a, b in ((16, 64), (64, 16)))
-
-    def __call__(self, x):
-      return self.down(nnx.relu(self.up(x)))
-
-  found = specs(Late, FLOATS)
-  assert found["up.kernel"] == P(None, "tensor")
-  assert found["down.kernel"] == P("tensor", None)
-
-
 class Annotated(nnx.Module):
   """Names of both kinds on kernels; an activation has a name that no parameter has."""
 
@@ -345,13 +260,6 @@ def test_a_proposal_for_a_model_with_names_is_always_accepted(options, logical):
     rules = infer_rules(init, nxp.abstract_mesh(**mesh), FLOATS, min_size=0)
     nxp.plan(init, nxp.abstract_mesh(**mesh), rules, optimizer=optax.adam(1e-3))
     assert rules.logical == nxp.LogicalRules(logical, batch=rules.logical["batch"], hidden=None)
-
-
-def test_a_proposal_without_an_axis_for_pairs_has_a_rule_for_each_name():
-  init, mesh = lambda: Annotated(nnx.Rngs(0)), nxp.abstract_mesh(data=4)
-  rules = infer_rules(init, mesh, FLOATS, min_size=0)
-  assert repr(rules.logical) == "LogicalRules(mlp=None, embed=None, batch='data')"
-  assert nxp.plan(init, mesh, rules)["up.kernel"].spec == P(None, "data")
 
 
 def test_names_and_the_rest_of_a_model_are_split_together():

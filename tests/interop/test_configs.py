@@ -65,12 +65,6 @@ def test_the_defaults_of_transformers(family):
     settings({"model_type": family, key: value})
 
 
-def test_keys_of_published_files_pass():
-  settings({"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1})
-  settings({"model_type": "qwen2", "use_mrope": False, "torch_dtype": "bfloat16", "_name_or_path": "mine"})
-  settings({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"})
-
-
 @pytest.mark.parametrize(
   ("config", "size"),
   [

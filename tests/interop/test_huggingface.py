@@ -18,7 +18,6 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.cli.command import main
 from nnx_parallel.errors import CheckpointError, RecipeError
-from nnx_parallel.interop import huggingface
 from nnx_parallel.interop.families import from_config
 from nnx_parallel.interop.families.decoder import Config
 from nnx_parallel.interop.huggingface import weight_map_of
@@ -129,51 +128,12 @@ def test_experts_over_an_axis():
   )
 
 
-def test_a_number_of_experts_that_the_tensor_axis_does_not_divide(tmp_path):
-  folder = copy("mixtral", tmp_path, {"num_local_experts": 3})
-  (folder / "model.safetensors").unlink()
-  rules = [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
-  plan = nxp.plan(lambda: from_config(folder, nnx.Rngs(0)), nxp.make_mesh(fsdp=4, tensor=2), rules)
-  router = plan["layers.0.block_sparse_moe.gate.kernel"]
-  assert router.shape == (16, 3)
-  assert "tensor" not in tuple(router.spec)
-
-
-def test_onto_explicit_axes(tmp_path):
-  plan = plan_of("qwen2", nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=True))
-  weight_map = weight_map_of(REFERENCES / "qwen2")
-  model = import_safetensors(REFERENCES / "qwen2", plan, weight_map)
-  export_safetensors(tmp_path / "out", model, weight_map)
-  assert_same_file(REFERENCES / "qwen2", tmp_path / "out")
-
-
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_a_file_in_bfloat16(tmp_path, param_dtype):
   folder = copy("qwen3", tmp_path, {"dtype": "bfloat16"}, cast=lambda array: array.astype(jnp.bfloat16))
   plan = plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4), param_dtype=param_dtype)
   model = import_safetensors(folder, plan, weight_map_of(folder))
   assert model.lm_head.kernel.dtype == param_dtype
-  export_safetensors(tmp_path / "out", model, weight_map_of(folder))
-  assert_same_file(folder, tmp_path / "out")
-
-
-def test_other_dtypes_than_the_config_has(tmp_path):
-  folder = copy(
-    "qwen3",
-    tmp_path,
-    {"dtype": "bfloat16"},
-    cast=lambda array: array if array.ndim == 1 else array.astype(np.float16),
-  )
-  model = import_safetensors(folder, plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
-  assert model.lm_head.kernel.dtype == model.norm.scale.dtype == "float32"
-  np.testing.assert_array_equal(model.lm_head.kernel, load(folder)["lm_head.weight"].T.astype(np.float32))
-  export_safetensors(tmp_path / "out", model, weight_map_of(folder))
-  assert_same_file(folder, tmp_path / "out")
-
-
-def test_a_config_without_a_dtype(tmp_path):
-  folder = copy("qwen3", tmp_path, {"dtype": None}, cast=lambda array: array.astype(jnp.bfloat16))
-  model = import_safetensors(folder, plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
   export_safetensors(tmp_path / "out", model, weight_map_of(folder))
   assert_same_file(folder, tmp_path / "out")
 
@@ -220,33 +180,10 @@ def test_a_head_that_is_tied_and_also_stored(tmp_path, family):
   np.testing.assert_allclose(made()(**inputs), 2 * want, rtol=1e-3, atol=1e-3)
 
 
-def test_another_array_that_is_tied_and_differs(tmp_path):
-  folder = copy("t5", tmp_path)
-  arrays = load(folder)
-  for scale, message in ((1, ""), (2, r"unused   decoder\.embed_tokens\.weight")):
-    other = {"decoder.embed_tokens.weight": scale * arrays["shared.weight"]}
-    safetensors.numpy.save_file(arrays | other, folder / "model.safetensors")
-    plan = plan_of("t5", nxp.make_mesh(fsdp=2, tensor=4))
-    if not message:
-      assert_reference(import_safetensors(folder, plan, weight_map_of(folder)), "t5")
-      continue
-    with pytest.raises(CheckpointError, match=message):
-      import_safetensors(folder, plan, weight_map_of(folder))
-
-
 def test_older_names(tmp_path):
   folder = copy("qwen2", tmp_path, rename=lambda name: name.removeprefix("model."))
   model = import_safetensors(folder, plan_of("qwen2", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
   assert_reference(model, "qwen2")
-
-
-def test_one_call_reads_the_folder_once(monkeypatch):
-  """A folder of many files has as many headers."""
-  read, calls = huggingface.read_tensors, []
-  monkeypatch.setattr(huggingface, "read_tensors", lambda path: calls.append(path) or read(path))
-  rules = [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
-  nxp.interop.load_huggingface(REFERENCES / "qwen2", nxp.make_mesh(fsdp=8), rules, optimizer=optax.sgd(0.1))
-  assert calls == [REFERENCES / "qwen2"]
 
 
 @pytest.mark.parametrize("optimizer", [None, optax.sgd(0.1)])

@@ -127,15 +127,6 @@ def test_steps_compute_what_linen_computes(scan):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_explicit_axes_compute_what_auto_axes_do():
-  losses = []
-  for explicit in (False, True):
-    net = MLP(scan=True, logical=True)
-    plan = planned(net, inputs(), optax.sgd(0.1), nxp.make_mesh(data=2, model=4, explicit=explicit))
-    losses.append(run_steps(plan, loss_fn, [inputs()] * 2).losses)
-  np.testing.assert_allclose(*losses, rtol=1e-6)
-
-
 def test_logical_constraints_of_linen_follow_the_rules_in_scope():
   mesh, x = nxp.make_mesh(data=2, model=4), np.ones((8, 8), np.float32)
 
@@ -153,22 +144,6 @@ def trained(plan, x):
   """A `Net` after three steps, its optimizer, and its losses."""
   loss = lambda model, x: (model(x, train=True, mutable=["batch_stats"]) ** 2).mean()
   return run_steps(plan, loss, [x] * 3)[:3]
-
-
-@pytest.mark.slow
-def test_statistics_dropout_and_remat(tmp_path):
-  x = inputs()
-  plan = planned(Net(), x, optax.sgd(0.1))
-  model, optimizer, losses = trained(plan, x)
-  assert len(set(losses)) == 3
-  assert model.down["kernel"].sharding.spec == P("model", None)
-  variables = nxp.hosts.to_host(export_linen(model))
-  assert np.abs(variables["batch_stats"]["norm"]["mean"]).max() > 0
-  np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(model, x), Net().apply(variables, x), rtol=1e-5)
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(3, model, optimizer)
-    again = checkpointer.restore(planned(Net(), x, mesh=nxp.make_mesh(data=4, model=2)), optimizer="drop")
-  jax.tree.map(np.testing.assert_array_equal, nxp.hosts.to_host(export_linen(again)), variables)
 
 
 def saved(tmp_path, kind, variables):

@@ -147,16 +147,3 @@ def test_what_does_not_fit(tmp_path):
   (tmp_path / "empty").mkdir()
   with pytest.raises(CheckpointError, match="is not an Orbax checkpoint that can be read here"):
     restore_orbax(tmp_path / "empty", make_plan("8"))
-
-
-def test_a_padded_target(tmp_path):
-  def init():
-    return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "x")})
-
-  kernel, bias = jnp.arange(60.0).reshape(6, 10), jnp.ones(10)
-  ocp.save(tmp_path / "step", {"kernel": kernel, "bias": bias})
-  plan = nxp.plan(init, nxp.make_mesh(x=8), uneven="pad")
-  padded = restore_orbax(tmp_path / "step", plan).kernel.get_raw_value()
-  assert padded.shape == (6, 16)
-  assert (jnp.asarray(padded)[:, :10] == kernel).all()
-  assert not jnp.asarray(padded)[:, 10:].any()

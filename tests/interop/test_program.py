@@ -109,13 +109,6 @@ def test_a_generator(tmp_path):
   assert before.is_deleted()
 
 
-def test_one_device(tmp_path):
-  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  export_program(tmp_path / "one.zip", lambda model, x: model(x), model, jnp.ones((3, 4)))
-  served = load_program(tmp_path / "one.zip").load(nnx.state(model))
-  np.testing.assert_array_equal(served(np.ones((3, 4), np.float32)), model(jnp.ones((3, 4))))
-
-
 def test_errors(tmp_path):
   model = made(False)
   args = {"x": jnp.ones((8, 16), "bfloat16")}, jax.random.key(0)

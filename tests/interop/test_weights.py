@@ -4,7 +4,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -77,27 +76,6 @@ def test_what_the_weight_map_leaves_over_is_an_error(tmp_path):
     Checkpointer(tmp_path).restore(plan, weight_map=wrong, optimizer="drop")
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_a_stack_of_another_depth_does_not_fit(tmp_path, depth):
-  class Deep(nnx.Module):
-    def __init__(self, depth):
-      rngs = nnx.Rngs(0)
-      self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs) for _ in range(depth)])
-
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, {"kernel": jnp.zeros((3, 16, 8)), "bias": jnp.zeros((3, 16))})
-  text = rf"shape    model/kernel: saved \(3, 16, 8\), wanted \({depth}, 16, 8\)"
-  with pytest.raises(CheckpointError, match=text):
-    checkpointer.restore(make_plan(lambda: Deep(depth), a=8), weight_map=UNSTACK, optimizer="drop")
-  checkpointer.save(2, Deep(3))
-  shapes = {"kernel": (depth, 16, 8), "bias": (depth, 16)}
-  sharding = jnp.zeros(3).sharding
-  target = {k: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for k, s in shapes.items()}
-  kind = {2: "extra", 4: "missing"}[depth]
-  with pytest.raises(CheckpointError, match=rf"{kind} +model/layers\.{min(depth, 3)}\.kernel"):
-    checkpointer.restore(target, 2, weight_map=STACK)
-
-
 def test_each_byte_of_a_list_is_read_once(tmp_path):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, *nxp.create_sharded_model(make_plan(Listed, a=8)))
@@ -108,43 +86,3 @@ def test_each_byte_of_a_list_is_read_once(tmp_path):
     shard = match.stored.sharding.shard_shape(match.stored.shape)
     assert np.prod(shard) * match.stored.dtype.itemsize * 8 == match.saved.nbytes
   assert diff.bytes_read == checkpointer.metadata().nbytes
-
-
-def test_what_a_rule_would_cut_to_32_bits_is_refused(tmp_path):
-  values = np.arange(6).reshape(2, 3) + 2**40
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, {"w": values})
-    with pytest.raises(CheckpointError, match="w is int64, which its rule would cut to 32 bits"):
-      checkpointer.restore(
-        {"v": np.zeros((3, 2), np.int64)}, weight_map=WeightMap(Rule("w", "v", "a b -> b a"))
-      )
-
-
-@pytest.mark.parametrize(
-  ("pattern", "sizes", "file", "leaf", "want"),
-  [
-    ("o i -> i o", {}, (32, 16), P("a", "b"), P("b", "a")),
-    ("(h d) e -> e h d", {"d": 8}, (32, 16), P("a", "b"), P("b", "a")),
-    ("e (h d) -> h d e", {"d": 8}, (16, 32), P("b", None, "a"), P("a", "b")),
-    ("(h d) -> h d", {"d": 8}, (32,), P(("a", "b")), P(("a", "b"))),
-    ("o c h w -> h w c o", {}, (16, 4, 2, 2), P(None, None, "a", "b"), P("b", "a", None, None)),
-    ("1 x -> x", {}, (1, 16), P("a"), P(None, "a")),
-  ],
-)
-def test_what_makes_a_leaf_moves_nothing(pattern, sizes, file, leaf, want):
-  transform = Rule("x", "y", pattern, **sizes).transform
-  assert transform.spec_of_file(leaf, len(file)) == want
-  mesh = nxp.make_mesh(a=2, b=2, devices=jax.devices()[:4])
-  struct = jax.ShapeDtypeStruct(file, np.float32, sharding=NamedSharding(mesh, want))
-  program = jax.jit(lambda x: transform.apply([x], "model")[0], out_shardings=NamedSharding(mesh, leaf))
-  text = program.lower(struct).compile().as_text()
-  assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
-
-
-def test_the_layout_of_a_file_where_arrays_are_stacked_or_cut():
-  stacked = Rule("h.{i}.w", "w", "n o i -> n i o").transform
-  assert stacked.spec_of_file(P("a", "b"), 2) == P(None, "b")
-  assert Rule("h.{i}.w", "w").transform.spec_of_file(P("a", "b"), 2) == P("b")
-  cut = Rule("w", "h.{i}.w", "o n i -> n i o").transform
-  assert cut.spec_of_file(P("a", "b"), 3) == P("b", None, "a")
-  assert Rule("w", "h.{i}.w").transform.spec_of_file(P("a", "b"), 3) == P(None, "a", "b")

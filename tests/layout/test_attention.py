@@ -54,20 +54,3 @@ def test_mesh_axes_that_were_passed_on_are_noted():
     " out_kernel_metadata",
     "no array of the model has these names, so their rules act on activations only: heads",
   )
-
-
-def test_an_initializer_with_partitioning_is_passed_on_too():
-  init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "heads", None))
-  with pytest.raises(ShardingError, match=r"attn\.out\.kernel has the query's names"):
-    plan(kernel_init=init)
-
-
-def test_annotations_that_read_alike_from_both_ends_are_left_alone():
-  made = plan(kernel_metadata={"out_sharding": ("embed", None, "embed")})
-  assert made["attn.out.kernel"].names == ("embed", None, "embed")
-  assert plan([RULES, nxp.presets.layers()])["attn.out.kernel"].spec == P("tensor", None, None)
-
-
-def test_a_spec_that_was_passed_on_is_refused_as_names_are():
-  with pytest.raises(ShardingError, match=r"attn\.out\.kernel has the query's names"):
-    plan(kernel_metadata={"out_sharding": P("embed", "heads", None)})

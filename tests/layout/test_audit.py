@@ -1,9 +1,6 @@
 """Silent replication, and filters that match more or less than meant."""
 
-import warnings
-
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -47,30 +44,6 @@ def test_creation_can_warn_once_and_points_at_the_caller():
   )
 
 
-def test_a_large_cache_is_not_called_a_parameter():
-  plan = nxp.plan(lambda: nnx.Dict(keys=nnx.Cache(jnp.zeros((1024, 512)))), nxp.make_mesh(fsdp=8))
-  with pytest.warns(NnxParallelWarning, match=r"2 MiB of the model \(Cache\) are replicated on 8"):
-    plan.warn_replicated()
-
-
-@pytest.mark.parametrize(
-  "rules",
-  [
-    nxp.replicate(),
-    nxp.fsdp(),
-    nxp.fsdp(min_size=2**30),
-    [nxp.PathRules([(".*", None)])],
-    [nxp.PathRules([(".*kernel", (None, None)), ("bias", None)])],
-  ],
-  ids=["replicate", "split", "below the threshold", "path rule", "names of None"],
-)
-def test_no_warning_where_a_rule_asks_for_it(rules):
-  plan = nxp.plan(big, nxp.make_mesh(data=2, fsdp=4), rules)
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    assert not plan.warn_replicated()
-
-
 @pytest.mark.parametrize(
   ("rules", "options", "reason"),
   [
@@ -92,27 +65,6 @@ def test_a_fallback_to_whole_warns_and_says_why(rules, options, reason):
     assert plan.warn_replicated()
 
 
-def test_what_nothing_divides_is_listed_without_a_remedy():
-  plan = nxp.plan(lambda: nnx.Linear(1021, 511, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
-  (found,) = plan.audit()
-  assert (found.remedy, found.wasted) == ("no mesh axis divides a dim", 0)
-  assert found.leaf.decision.reason == "no dim of (1021, 511) divides by 8 ('fsdp')"
-
-
-def test_optimizer_state_is_listed_with_its_parameter():
-  plan = nxp.plan(big, nxp.make_mesh(fsdp=8), optimizer=optax.adam(1e-3))
-  assert {found.leaf.name for found in plan.audit()} == {
-    "kernel",
-    "optimizer/opt_state.0.mu.kernel",
-    "optimizer/opt_state.0.nu.kernel",
-  }
-
-
-def test_one_device_wastes_nothing():
-  assert not nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()
-  assert str(nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()) == "nothing above 1 MiB is replicated."
-
-
 def test_trained_and_frozen_are_counted():
   rules = nxp.LogicalRules(vocab="fsdp", embed=None, mlp="fsdp")
   plan = nxp.plan(lambda: LM(64, 8, 3, nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules)
@@ -123,17 +75,6 @@ def test_trained_and_frozen_are_counted():
     "trained      3 arrays               24 elements   total size 96 B, 96 B per device",
     "frozen      13 arrays            2,168 elements   total size 8.469 KiB, 1.469 KiB per device",
   ]
-
-
-def test_the_plans_own_filter_is_the_default():
-  class WithStatistics(nnx.Module):
-    def __init__(self, rngs):
-      self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
-
-  plan = nxp.plan(lambda: WithStatistics(nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
-  selection = plan.trainable()
-  assert (len(selection.trained), len(selection.frozen)) == (4, 0)
-  assert [leaf.kind for leaf in selection.other] == ["BatchStat", "BatchStat"]
 
 
 def test_a_filter_that_matches_nothing_is_an_error():
@@ -150,13 +91,3 @@ def test_an_axis_of_size_one_splits_nothing():
   plan = nxp.plan(big, nxp.make_mesh(data=8, fsdp=1), nxp.fsdp())
   assert plan["kernel"].spec == jax.P("fsdp", None)
   assert [(found.leaf.name, found.axis) for found in plan.audit()] == [("kernel", "data")]
-
-
-def test_the_warning_does_not_advise_what_is_there():
-  plan = nxp.plan(lambda: nnx.Linear(1021, 511, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
-  with pytest.warns(
-    NnxParallelWarning, match=r'plan\(\.\.\., uneven="pad"\) splits dims that no axis divides'
-  ):
-    plan.warn_replicated()
-  padded = nxp.plan(plan.init, plan.mesh, nxp.fsdp(), uneven="pad")
-  assert not padded.audit()

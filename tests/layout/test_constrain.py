@@ -1,9 +1,5 @@
 """Constraints on activations: on every kind of mesh, and never from a stale compilation."""
 
-import copy
-import pickle
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +10,7 @@ from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, constrain, use_rules
-from nnx_parallel.core.mesh import no_mesh, own_mesh, use_mesh
-from nnx_parallel.errors import MeshError, ShardingError
+from nnx_parallel.errors import ShardingError
 from nnx_parallel.testing import assert_same_training
 
 RULES = LogicalRules(batch="data", embed="tensor", seq=None)
@@ -56,12 +51,6 @@ def test_under_set_mesh_the_rules_need_no_mesh(mesh):
   assert spec(z) == P(None, "tensor")
 
 
-def test_names_of_mesh_axes_need_no_rules(mesh):
-  with jax.set_mesh(mesh):
-    y = jax.jit(lambda x: constrain(x, ("data", "tensor"), None))(X)
-  assert spec(y) == P(("data", "tensor"), None)
-
-
 def test_a_mesh_and_no_rules_is_never_a_silent_no_op(mesh):
   x = jax.device_put(X, NamedSharding(mesh, P("data")))
   message = r"there is a mesh, and no rules are in scope for 'batch'[\s\S]*with plan\.scope\(\)"
@@ -71,29 +60,6 @@ def test_a_mesh_and_no_rules_is_never_a_silent_no_op(mesh):
     jax.jit(lambda x: constrain(x, "batch", "embed"))(x)
   with jax.set_mesh(mesh), pytest.raises(ShardingError, match=message):
     jax.jit(lambda x: constrain(x, "batch", "embed"))(X)
-
-
-@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
-def test_other_rules_compile_again_and_equal_rules_do_not(jit):
-  mesh, traces = nxp.make_mesh(data=2, tensor=4), []
-
-  @jit
-  def f(x):
-    traces.append(1)
-    return constrain(x, "batch", "embed")
-
-  assert f(X).sharding.is_fully_replicated
-  for rules, wanted in [(RULES, P("data", "tensor")), (OTHER, P("tensor", "data"))] * 2:
-    with use_rules(rules, mesh):
-      assert spec(f(X)) == wanted
-  assert f(X).sharding.is_fully_replicated
-  assert len(traces) == 3
-  with use_rules(LogicalRules(seq=None, embed="tensor", batch="data"), nxp.make_mesh(data=2, tensor=4)):
-    assert spec(f(X)) == P("data", "tensor")
-  assert len(traces) == 3
-  with use_rules(RULES, nxp.make_mesh(data=4, tensor=2)):
-    assert f(X).sharding.shard_shape((8, 8)) == (2, 4)
-  assert len(traces) == 4
 
 
 def transform(name):
@@ -141,14 +107,6 @@ def test_gradients_pass_and_keep_the_layout():
   np.testing.assert_array_equal(eager, 2 * X)
 
 
-@pytest.mark.auto_axes("what it expects is of Auto axes")
-def test_a_mapped_dim_has_no_name():
-  mesh, stacked = nxp.make_mesh(data=2, tensor=4), np.stack([X, X])
-  with use_rules(RULES, mesh):
-    y = jax.jit(jax.vmap(lambda x: constrain(x, None, "embed"), spmd_axis_name="data"))(stacked)
-  assert spec(y) == P("data", None, "tensor")
-
-
 @pytest.mark.auto_axes("its shard_map gets arrays of other types")
 def test_inside_shard_map_manual_axes_are_left_out():
   mesh = nxp.make_mesh(data=2, tensor=4)
@@ -177,34 +135,6 @@ def test_scopes_nest_and_end():
       raise RuntimeError("user")
     assert spec(constrain(X, "batch", "embed")) == P("data", "tensor")
   assert constrain(X, "batch", "embed") is X
-
-
-def test_each_thread_has_its_own_scope():
-  mesh, seen = nxp.make_mesh(data=2, tensor=4), []
-  with use_rules(RULES, mesh):
-    thread = threading.Thread(target=lambda: seen.append(constrain(X, "batch", "embed")))
-    thread.start()
-    thread.join()
-  assert seen[0] is X
-
-
-def test_a_plan_is_a_scope():
-  def init():
-    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-
-  mesh = nxp.make_mesh(data=2, fsdp=4)
-  with nxp.plan(init, mesh, nxp.fsdp()).scope():
-    assert spec(constrain(X, "batch", None)) == P(("data", "fsdp"), None)
-  with nxp.plan(init, mesh, LogicalRules(batch=None, embed="fsdp")).scope():
-    assert spec(constrain(X, "batch", "embed")) == P(None, "fsdp")
-
-
-class Net(nnx.Module):
-  def __init__(self, rngs):
-    self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
-
-  def __call__(self, x):
-    return self.down(constrain(nnx.relu(self.up(x)), "batch", "mlp"))
 
 
 SEEN = []
@@ -271,14 +201,6 @@ def test_whoever_traces_a_model_has_the_mesh_of_its_plan_active():
   assert set(SEEN) == {("data", "tensor")}
 
 
-def test_a_model_with_rules_is_copied_and_pickled():
-  plan = nxp.plan(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), LogicalRules(mlp="data"))
-  model = nxp.create_sharded_model(plan)
-  for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-    np.testing.assert_array_equal(again.kernel[...], model.kernel[...])
-  assert "sharding_scope=<2 rules>" in str(model)
-
-
 @pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_the_rules_of_the_caller_go_before_those_of_the_model():
   mesh, seen = nxp.make_mesh(data=2, tensor=4), []
@@ -307,21 +229,6 @@ def test_a_scope_makes_its_mesh_the_active_one(mesh):
     assert jax.sharding.get_mesh() == mesh
     with jax.set_mesh(None), use_rules(RULES):
       assert jax.sharding.get_abstract_mesh().empty
-
-
-def test_what_sets_a_mesh_does_so_where_it_is_entered(mesh):
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, LogicalRules(batch="data"))
-  contexts = [plan.scope(), use_rules(RULES, mesh), use_mesh(mesh)]
-  assert jax.sharding.get_abstract_mesh().empty
-  for context in contexts:
-    with context:
-      assert jax.sharding.get_mesh() == mesh
-  with use_mesh(nxp.make_mesh(data=8)):
-    contexts = [no_mesh(), own_mesh(mesh)]
-    assert dict(jax.sharding.get_mesh().shape) == {"data": 8}
-    for context, found in zip(contexts, ({}, dict(mesh.shape)), strict=True):
-      with context:
-        assert dict(jax.sharding.get_mesh().shape) == found
 
 
 def on_shards(mesh):
@@ -359,65 +266,6 @@ REFUSED = {
 def test_a_mistake_is_an_error(call, message):
   with pytest.raises(ShardingError, match=message):
     call(nxp.make_mesh(data=2, tensor=4))
-
-
-def test_microbatches_of_replicas_that_are_split_themselves():
-  def init():
-    return Net(nnx.Rngs(0))
-
-  mesh = nxp.make_mesh(data=4, tensor=2)
-  rules = [LogicalRules(batch="data", mlp="tensor"), nxp.fsdp("tensor", min_size=8)]
-  plan = nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))
-  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), microbatches=2)
-  model, optimizer = nxp.create_sharded_model(plan)
-  with plan.scope():
-    found = step(model, optimizer, nxp.shard_batch(X, plan))["loss"]  # one row in each part of each replica
-  assert step.reduction == "once, after the scan, over data"
-  plain = init()
-  wanted = step(plain, nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param), X)["loss"]
-  np.testing.assert_allclose(found, wanted, rtol=1e-5)
-  np.testing.assert_allclose(model.up.kernel[...], plain.up.kernel[...], rtol=1e-4, atol=1e-5)
-
-
-def test_candidates_and_padding():
-  mesh = nxp.make_mesh(data=2, tensor=4)
-  rules = LogicalRules(heads=LogicalRules.first("tensor", None), vocab="tensor", uneven={"vocab": "pad"})
-  x = np.zeros((3, 10), np.float32)
-  with use_rules(rules, mesh):
-    assert spec(constrain(x, "heads", None)) == P(None, None)
-    y = jax.jit(lambda x: constrain(x, "heads", "vocab"))(x)
-  assert y.shape == (3, 10)
-
-
-def test_two_meshes_are_refused():
-  rules, mesh, active = LogicalRules(batch="data"), nxp.make_mesh(data=8), nxp.make_mesh(data=2, tensor=4)
-  message = (
-    r"two meshes[\s\S]*in scope \{'data': 8\}, active \{'data': 2, 'tensor': 4\}[\s\S]*set_mesh\(None\)"
-  )
-
-  def run(x):
-    with use_rules(rules, mesh):
-      return constrain(x, "batch", None)
-
-  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
-    jax.jit(run)(X)
-  with use_rules(rules, mesh), jax.set_mesh(active), pytest.raises(MeshError, match=message):
-    jax.jit(lambda x: constrain(x, "batch", None))(X)
-  own, message = (
-    nxp.make_mesh(fsdp=8),
-    message.replace("in scope", "of the array").replace("data': 8", "fsdp': 8"),
-  )
-  x = jax.device_put(X, jax.NamedSharding(own, P()))
-  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
-    constrain(x, "fsdp", None)
-
-
-def test_an_abstract_mesh_traces_but_places_nothing():
-  with use_rules(RULES, nxp.abstract_mesh(data=16, tensor=8)):
-    x = jax.ShapeDtypeStruct((32, 64), np.float32)
-    assert jax.eval_shape(lambda x: constrain(x, "batch", "embed"), x).shape == (32, 64)
-    with pytest.raises(MeshError, match=r"abstract mesh[\s\S]*make_mesh"):
-      constrain(np.zeros((32, 64), np.float32), "batch", "embed")
 
 
 def test_a_padded_name_is_left_to_the_compiler_where_it_does_not_divide():

@@ -12,7 +12,6 @@ from flax import nnx
 import nnx_parallel as nxp
 from layout.models import named
 from nnx_parallel.create.constructor import unsharded
-from nnx_parallel.testing import assert_same_training
 
 WIDTH, DEPTH = 4, 8  # the fallback splits the largest dim: of these arrays, the dim of the layers
 RULES = [
@@ -20,7 +19,6 @@ RULES = [
   nxp.fsdp(min_size=0, extend=True),
 ]
 X = np.linspace(-1, 1, 8 * WIDTH, dtype=np.float32).reshape(8, WIDTH)
-WRITTEN = ("out_sharding", "sharding_rules", "mesh")
 
 
 def mesh(**kind):
@@ -114,25 +112,6 @@ def test_transforms_of_flax_run_on_a_created_stack(method, names, axis, partitio
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(
-  ("names", "axis", "partition", "kind"),
-  [
-    ("some", 1, "layers", {"explicit": True}),
-    ("none", 0, "layers", {}),
-    ("none", 1, None, {"explicit": True}),
-    ("some", 0, None, {}),
-    ("all", 0, "layers", {"explicit": True}),
-  ],
-)
-def test_a_stack_trains_as_on_one_device(names, axis, partition, kind):
-  init = lambda: Stack(nnx.Rngs(0), names, axis, partition)
-  plan = nxp.plan(init, mesh(**kind), RULES, optimizer=optax.adam(1e-2))
-  assert plan["layers.linear.kernel"].spec[axis] == "fsdp"
-  assert_same_training(lambda model, x: (model.split_rngs(x) ** 2).mean(), {"plan": plan}, [X] * 2)
-
-
 class Two(nnx.Module):
   """Two stacks of equal depth with other partition names, the first with names; and a stack of stacks."""
 
@@ -146,17 +125,6 @@ class Two(nnx.Module):
 
   def __call__(self, x):
     return self.outer(self.decoder.scan(self.encoder.scan(x)), self.deep)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", [None, nxp.PathRules([(".*bias", (..., "fsdp"))], strict=False)])
-def test_neighbouring_and_nested_stacks(rule):
-  rules = [RULES[0].replace(enc=None, dec="tensor", repeats=None), *[rule] * bool(rule), RULES[1]]
-  init = lambda: Two(nnx.Rngs(0))
-  model, alone = nxp.create_sharded_model(init, mesh(), rules), unsharded(init)
-  assert model.deep.layers.linear.kernel.out_sharding == ("repeats", "layers", "embed", "mlp")
-  for ours, theirs in zip(run("__call__", model, X), run("__call__", alone, X), strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=2e-5)
 
 
 def create(names, extend=False, **kind):
@@ -201,22 +169,6 @@ def test_the_constraint_of_the_flax_guide_keeps_what_has_names(names):
   assert found["bias"] == (jax.P("tensor") if names == "all" else jax.P())
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("names", ["none", "some", "all"])
-def test_the_constraint_of_guide_20_keeps_every_layout(names, explicit):
-  model, plan = create(names, explicit=explicit)
-  shardings = jax.tree.map(lambda x: x.sharding, nnx.state(model))
-
-  @nnx.jit
-  def halve(model):
-    state = jax.tree.map(lambda x: x / 2, nnx.state(model))
-    nnx.update(model, jax.lax.with_sharding_constraint(state, shardings))
-
-  with jax.set_mesh(plan.mesh):
-    halve(model)
-  nxp.check_layout(model, plan)
-
-
 @pytest.mark.parametrize("extend", [False, True])
 @pytest.mark.parametrize("names", ["none", "some", "all"])
 def test_an_optimizer_of_flax_follows_the_parameters(names, extend):
@@ -226,23 +178,6 @@ def test_an_optimizer_of_flax_follows_the_parameters(names, extend):
   # Inside of jit only names say where the state goes.
   found, unnamed = specs_of(nnx.jit(make)(model).opt_state[0].mu), {"none": 2, "some": 1, "all": 0}[names]
   assert sum(found[name] != spec for name, spec in specs_of(model).items()) == unnamed
-
-
-@pytest.mark.parametrize("names", ["none", "all"])
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_constrain_in_a_step_without_a_scope(names):
-  model, plan = create(names)
-
-  def loss(model, x, *dims):
-    return (nxp.constrain(model(x), *dims) ** 2).mean()
-
-  expected, step = loss(unsharded(plan.init), X, None, None), nnx.jit(loss, static_argnums=(2, 3))
-  batch = nxp.shard_batch(X, plan)
-  np.testing.assert_allclose(step(model, batch, "fsdp", None), expected, rtol=1e-6)
-  with pytest.raises(nxp.errors.ShardingError, match=r"no rules are in scope for 'batch'[\s\S]*plan.scope"):
-    step(model, batch, "batch", "embed")
-  with plan.scope():
-    np.testing.assert_allclose(step(model, batch, "batch", "embed"), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -264,17 +199,6 @@ def test_names_that_do_not_say_the_whole_layout(names, rules, spec, flax):
   assert (nnx.get_partition_spec(model.kernel).get_raw_value() == jax.P(*spec)) is flax
   moments = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param).opt_state[0].mu
   assert moments["kernel"].get_raw_value().sharding.spec == jax.P(*spec)
-
-
-def test_state_of_another_rank_has_no_names():
-  init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
-  tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
-  plan = nxp.plan(init, mesh(), nxp.LogicalRules(embed="fsdp", mlp="tensor"), optimizer=tx)
-  model, optimizer = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan, optimizer=optimizer)
-  flat = nnx.to_flat_state(nnx.state(optimizer))
-  found = {leaf.get_raw_value().ndim: leaf.get_metadata() for path, leaf in flat if "kernel" in path}
-  assert not set(WRITTEN) & found[1].keys()
 
 
 def test_a_sharded_model_without_names_can_be_pickled():

@@ -6,7 +6,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from layout.families import Llama
 from nnx_parallel import presets
 from training import other_notes
 
@@ -37,14 +36,6 @@ def test_the_fallback_splits_the_rows(mesh, rules, expected, shape):
   plan = planned([presets.layers(), rules], embed(*shape), mesh)
   assert plan["embedding"].spec == expected
   assert other_notes(plan) == ()
-
-
-@pytest.mark.parametrize("table", ["llama", "gpt", "layers"])
-def test_tables_of_names_agree(table):
-  rules = [getattr(presets, table)(), presets.fsdp_tensor(min_size=0)]
-  plan = planned(rules, lambda: nnx.Dict(embed=embed()()), {"fsdp": 4, "tensor": 2})
-  assert plan["embed.embedding"].spec == P(("tensor", "fsdp"), None)
-  assert plan["embed.embedding"].decision.reason.endswith("(vocab, embed) + fsdp on its rows")
 
 
 def test_what_the_plan_says():
@@ -85,24 +76,6 @@ def test_a_parameter_that_is_only_called_so_is_no_table():
   assert planned(nxp.fsdp(min_size=0), Own)["embedding"].spec == P(None, "fsdp")
 
 
-def test_padded_rows_take_the_fallback_too():
-  rules = [nxp.LogicalRules(vocab="tensor", embed=None, batch="fsdp"), presets.layers(), nxp.fsdp(min_size=0)]
-  plan = planned(rules, embed(63, 32), {"fsdp": 4, "tensor": 2}, uneven="pad")
-  assert (plan["embedding"].spec, plan["embedding"].storage_shape) == (P(("tensor", "fsdp"), None), (64, 32))
-
-
-def test_rows_that_do_not_divide_are_noted():
-  plan = planned([presets.layers(), presets.fsdp_tensor(min_size=0)], embed(62, 32), {"fsdp": 4, "tensor": 2})
-  assert plan["embedding"].spec == P("tensor", "fsdp")
-  assert other_notes(plan) == (
-    "embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead"
-    " of weights; split the rows, and pad them (uneven=\"pad\"): names (('tensor', 'fsdp'), None)",
-  )
-  names = nxp.PathRules([("embedding", (("tensor", "fsdp"), None))])
-  mended = planned([names, presets.fsdp_tensor()], embed(62, 32), {"fsdp": 4, "tensor": 2}, uneven="pad")
-  assert (mended["embedding"].storage_shape, other_notes(mended)) == ((64, 32), ())
-
-
 def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
   init = lambda: nnx.List([embed()() for _ in range(5)])
   rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed="fsdp"), presets.layers()]
@@ -110,19 +83,3 @@ def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
     "*.embedding (5): look-up tables split by columns over fsdp, as the"
     " batch, so a step sends activations instead of weights; split the rows: names ('fsdp', None)",
   )
-
-
-@pytest.mark.parametrize(
-  ("mesh", "embed_axes"), [({"fsdp": 4, "tensor": 2}, "tensor"), ({"fsdp": 1, "tensor": 8}, "fsdp")]
-)
-def test_columns_over_other_axes_or_one_device_are_not(mesh, embed_axes):
-  rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed=embed_axes), presets.layers()]
-  assert not any("look-up" in note for note in planned(rules, mesh=mesh).notes)
-
-
-def test_a_whole_model_by_the_ready_made_rules():
-  init = lambda: Llama(nnx.Rngs(0), vocab=32, width=64, tied=True)
-  rules = [presets.llama(), presets.fsdp_tensor(min_size=0)]
-  plan = planned(rules, init, {"fsdp": 8, "tensor": 1})
-  assert plan["embed_tokens.embedding"].spec == P(("tensor", "fsdp"), None)
-  assert plan.notes == ()

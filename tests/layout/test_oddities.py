@@ -111,18 +111,6 @@ def test_masked_and_empty_optimizer_state():
   assert moment.spec == Spec(None, "fsdp")
 
 
-def test_a_module_without_arrays():
-  plan = nxp.plan(lambda: nnx.Dict(), mesh(), nxp.fsdp())
-  assert plan.leaves == ()
-  assert nxp.create_sharded_model(plan) is not None
-  assert not plan.audit()
-  with pytest.raises(
-    nxp.errors.PlanError,
-    match=r"selects none of the model's Variables.*\n.*Variable types in the model: none",
-  ):
-    nxp.plan(lambda: nnx.Dict(), mesh(), optimizer=optax.adam(1e-3))
-
-
 def test_a_variable_that_holds_a_tree_is_refused_with_what_to_do():
   class Tree(nnx.Module):
     def __init__(self):
@@ -132,25 +120,6 @@ def test_a_variable_that_holds_a_tree_is_refused_with_what_to_do():
     nxp.errors.PlanError, match=r"table holds a dict instead of one array.*\n.*Param\n.*nnx.Dict"
   ):
     nxp.plan(Tree, mesh())
-
-
-def test_low_precision_bytes_are_exact():
-  plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=4))
-  held = {name: plan[name].bytes_per_device for name in ("half", "mine", "by_tuple.('a', 2)", "rope")}
-  assert held == {"half": 32, "mine": 1, "by_tuple.('a', 2)": 16, "rope": 8}
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_ten_thousand_variables():
-  class Many(nnx.Module):
-    def __init__(self):
-      self.items = nnx.List([nnx.Param(jnp.zeros((8, 8))) for _ in range(10_000)])
-
-  plan = nxp.plan(Many, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8))
-  assert len(plan.leaves) == 10_000
-  (row,) = [line for line in str(plan).splitlines() if line.startswith("items")]
-  assert row.split()[:4] == ["items.*", "10000", "Param", "float32[8,8]"]
 
 
 def test_a_parameter_may_be_called_like_a_counter_of_the_optimizer():
@@ -172,34 +141,6 @@ def test_a_transformation_that_keeps_plain_arrays_has_the_layout_of_the_paramete
   assert plan["optimizer/opt_state.mu.kernel"].parameter == ("kernel",)
   assert plan["optimizer/opt_state.mu.kernel"].spec == plan["kernel"].spec
   assert plan["optimizer/opt_state.count"].parameter is None
-
-
-def test_plain_arrays_for_some_of_the_parameters_have_their_layout_too():
-  def kept(params):
-    return {"mu": jax.tree.map(lambda x: jnp.zeros(jnp.shape(x)), nnx.to_pure_dict(params))}
-
-  def init():
-    return nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
-
-  def kernels(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in jax.tree_util.keystr(path), params)
-
-  tx = optax.masked(
-    optax.GradientTransformation(kept, lambda updates, state, _=None: (updates, state)), kernels
-  )
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=tx)
-  leaf = plan["optimizer/opt_state.inner_state.mu.a.kernel"]
-  assert (leaf.parameter, leaf.spec) == (("a", "kernel"), plan["a.kernel"].spec)
-
-
-def test_a_parameter_may_be_called_like_an_array_of_the_optimizer():
-  def init():
-    return nnx.Dict(weights_memory=nnx.Param(jnp.ones(16)), other=nnx.Param(jnp.ones((8, 8))))
-
-  mesh = nxp.make_mesh(fsdp=8)
-  plan = nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=optax.lbfgs(memory_size=16))
-  assert plan["optimizer/opt_state.0.weights_memory"].parameter is None
-  assert plan["optimizer/opt_state.0.params.weights_memory"].parameter == ("weights_memory",)
 
 
 class NeedsNumbers(nnx.Module):

@@ -58,12 +58,6 @@ def test_rules_plan_a_model_of_several_meshes_on_one():
   assert run.losses == pytest.approx([(1.6 * 1.6) ** 2], rel=1e-5)
 
 
-def test_a_mesh_of_other_sizes_says_only_names():
-  """A model may be written for one machine and planned for another."""
-  plan = nxp.plan(lambda: Two(FIRST, FIRST), nxp.abstract_mesh(a=4, b=4))
-  assert plan["first"].spec == P("a", "b")
-
-
 class Named(nnx.Module):
   def __init__(self):
     self.kernel = nnx.Param(jnp.ones((8, 8)), out_sharding=("embed", "mlp"))

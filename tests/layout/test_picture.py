@@ -44,38 +44,3 @@ def test_the_blocks_are_those_of_jax(case):
     told = [":" if w else f"{p.start}:{p.stop}" for w, p in zip(whole, slices, strict=True)]
     assert held[device.id] == f"[{', '.join(told)}]"
   assert len(held) == 8
-
-
-def test_a_picture_names_the_array_its_sides_and_every_device():
-  picture = plan_of((8, 8), ("x", "y"), nxp.make_mesh(x=4, y=2)).picture("w")
-  assert picture.splitlines() == [
-    "w  float32[8,8]  (x, y), 32 B per device on mesh x=4 x y=2",
-    "in each block: its devices; to the right: dim 1 over y",
-    "dim 0 over x  0:4  4:8",
-    "0:2           0    1",
-    "2:4           2    3",
-    "4:6           4    5",
-    "6:8           6    7",
-  ]
-
-
-def test_dims_downwards_are_told_apart():
-  lines = plan_of((4, 2, 4), ("z", "x", "y"), nxp.make_mesh(x=2, y=2, z=2)).picture("w").splitlines()
-  assert lines[2].split("  ")[0] == "dim 0 over z, dim 1 over x"
-  assert [line.split("  ")[0] for line in lines[3:]] == ["0:2, 0:1", "0:2, 1:2", "2:4, 0:1", "2:4, 1:2"]
-
-
-def test_the_elements_are_those_without_padding():
-  picture = plan_of((9, 2), ("x", None), nxp.make_mesh(x=8), uneven="pad").picture("w")
-  assert "8:9" in picture
-  assert "9:9" in picture
-
-
-def test_large_meshes_are_cut_and_the_rest_is_counted():
-  picture = plan_of((64, 64), ("x", "y"), nxp.abstract_mesh(x=64, y=64)).picture("w")
-  assert picture.endswith(f"\n{64 * 64 - 16 * 16} more blocks are not drawn")
-  assert len(picture.splitlines()) == 2 + 1 + 16 + 1
-
-
-def test_many_holders_are_summed_up():
-  assert plan_of((8,), (None,), nxp.make_mesh(x=8)).picture("w").splitlines()[-1].strip() == "0, 1 ... 7 (8)"

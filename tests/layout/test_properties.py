@@ -9,7 +9,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
-import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
@@ -114,17 +113,6 @@ def outcome(found):
   return found.what if isinstance(found, ShardingError) else repr(found)
 
 
-@given(problems(), policies)
-def test_resolving_the_resolved_spec_changes_nothing(problem, policy):
-  mesh, table, names, shape = problem
-  found = resolve(mesh, table, names, shape, policy)
-  if isinstance(found, ShardingError):
-    return
-  stored = tuple(size + extra for size, extra in zip(shape, found.padding, strict=True))
-  again = nxp.resolve_spec(tuple(found.spec), stored, mesh)
-  assert (again.spec, again.padding) == (found.spec, (0,) * len(shape))
-
-
 @given(problems(), st.integers(0, 256), st.lists(st.sampled_from(AXES), min_size=1, max_size=2, unique=True))
 def test_the_fallback_only_ever_makes_shards_smaller(problem, min_size, axes):
   mesh, table, names, shape = problem
@@ -166,15 +154,3 @@ def test_agrees_with_linen_where_names_do_not_contend(table, names):
   assert (
     PartitionSpec(*(e if isinstance(e, str) or not e or len(e) > 1 else e[0] for e in linen)) == ours.spec
   )
-
-
-@pytest.mark.parametrize("first", ["embed", "mlp"])
-def test_repeated_linen_rules_are_candidates(first):
-  # The common subset with contention: the dim that comes first has the rule that comes first.
-  pairs = [("embed", "fsdp"), ("mlp", "fsdp"), ("mlp", "tensor"), ("embed", "tensor")]
-  names = (first, "mlp" if first == "embed" else "embed")
-  if first == "mlp":
-    pairs = [*pairs[1:3], pairs[0], pairs[3]]
-  linen = flax.linen.logical_to_mesh_axes(names, pairs)
-  ours = nxp.resolve_spec(names, (8, 8), {"fsdp": 4, "tensor": 2}, LogicalRules.from_linen(pairs))
-  assert linen == ours.spec == PartitionSpec("fsdp", "tensor")

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.resolve import extend_spec, shard_counts
+from nnx_parallel.layout.resolve import extend_spec
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
 first = LogicalRules.first
@@ -62,11 +62,6 @@ def test_names_become_a_spec_and_the_steps_are_written_down(names, shape, rules,
   found = resolve(names, shape, **rules)
   assert (found.spec, found.padding) == (spec, (0,) * len(shape))
   assert steps is None or found.steps == steps
-
-
-def test_a_mesh_is_as_good_as_its_sizes():
-  found = nxp.resolve_spec(("mlp",), (8,), nxp.abstract_mesh(tensor=4), LogicalRules(mlp="tensor"))
-  assert found.spec == P("tensor")
 
 
 REFUSED = {
@@ -142,14 +137,6 @@ def test_policies_for_a_dim_that_does_not_divide(policy, size, candidates, spec,
   assert (found.spec, found.padding, found.steps) == (spec, (padding,), (step,))
 
 
-def test_a_rule_may_have_its_own_policy():
-  rules = LogicalRules(vocab="fsdp", mlp="tensor", uneven={"vocab": "pad"})
-  found = nxp.resolve_spec(("vocab", None), (30, 4), MESH, rules)
-  assert (found.spec, found.padding) == (P("fsdp", None), (2, 0))
-  with pytest.raises(ShardingError, match=r"dim 1 \('mlp'\) has length 3"):
-    nxp.resolve_spec(("vocab", "mlp"), (30, 3), MESH, rules)
-
-
 BOTH = {"axis": ("data", "fsdp")}
 FREE, ROWS = "the largest free dim that 4 divides", "the rows of a look-up table"
 EXTENDED = [
@@ -182,45 +169,3 @@ def test_extending_a_spec(spec, shape, options, expected, why):
   fallback = nxp.fsdp(**{"min_size": 1, **options})
   found, said = extend_spec(spec, shape, MESH, fallback)
   assert (found.spec, found.padding, said) == (expected, (0,) * len(shape), why)
-
-
-@pytest.mark.parametrize(
-  ("spec", "shape", "expected", "why"),
-  [
-    (P(None, None), (16, 32), P("fsdp", None), f"'fsdp' on dim 0 (16), {ROWS}"),
-    (P("tensor", None), (16, 32), P(("tensor", "fsdp"), None),
-     f"'fsdp' behind 'tensor' on dim 0 (16), {ROWS}"),
-    (P(None, "tensor"), (16, 32), P("fsdp", "tensor"), f"'fsdp' on dim 0 (16), {ROWS}"),
-    (P("tensor", None), (12, 32), P("tensor", "fsdp"),
-     f"'fsdp' on dim 1 (32), {FREE}; not the rows of this look-up table: 8 does not divide 12"),
-    (P(None, None), (30, 6), P(None, None),
-     "no dim of (30, 6) divides by 4 ('fsdp'); not the rows of this look-up table: 4 does not divide 30"),
-    (P(None, "fsdp"), (16, 32), P(None, "fsdp"), "axis 'fsdp' is already used"),
-  ],
-)  # fmt: skip
-def test_extending_the_spec_of_a_look_up_table(spec, shape, expected, why):
-  found, said = extend_spec(spec, shape, MESH, nxp.fsdp(min_size=1), rows=0)
-  assert (found.spec, found.padding, said) == (expected, (0, 0), why)
-
-
-@pytest.mark.parametrize(
-  ("shape", "options", "expected", "padding", "why"),
-  [
-    ((30, 7), {}, P("fsdp", None), (2, 0), "'fsdp' on dim 0 (30), padded to 32"),
-    ((30, 8), {}, P(None, "fsdp"), (0, 0), f"'fsdp' on dim 1 (8), {FREE}"),
-    ((30, 8), {"rows": 0}, P("fsdp", None), (2, 0), f"'fsdp' on dim 0 (30), padded to 32, {ROWS}"),
-    ((1, 1), {}, P(None, None), (0, 0), "no dim of (1, 1) divides by 4 ('fsdp')"),
-  ],
-)
-def test_extending_a_spec_with_padding(shape, options, expected, padding, why):
-  found, said = extend_spec(P(None, None), shape, MESH, nxp.fsdp(min_size=0), pad=True, **options)
-  assert (found.spec, found.padding, said) == (expected, padding, why)
-
-
-def test_extending_over_an_axis_that_the_mesh_lacks():
-  with pytest.raises(ShardingError, match=r"needs the mesh axis 'shard'[\s\S]*fsdp\('data'\), or add shard="):
-    extend_spec(P(None), (16,), MESH, nxp.fsdp("shard"))
-
-
-def test_shards_of_each_dim():
-  assert shard_counts(P(("data", "fsdp"), None), 3, MESH) == (8, 1, 1)

@@ -1,9 +1,7 @@
 """Layers stacked by nnx.vmap: names follow the new dim or are refused, and created models still scan."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as Spec
@@ -11,8 +9,6 @@ from jax.sharding import PartitionSpec as Spec
 import nnx_parallel as nxp
 from layout.models import Block
 from nnx_parallel.create.constructor import unsharded
-from nnx_parallel.rules.paths import shifted
-from training import other_notes, run_steps
 
 DEPTH = 4
 
@@ -74,20 +70,9 @@ def test_the_stacked_dim_is_carried_by_name():
   assert plan["up.kernel"].spec == Spec("fsdp", None, "tensor")
 
 
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_stack_without_a_name_is_carried_as_whole():
-  rules = nxp.LogicalRules(embed="fsdp", mlp="tensor")
-  model = nxp.create_sharded_model(stacked(None), nxp.make_mesh(fsdp=2, tensor=4), rules)
-  assert model.up.kernel.out_sharding == (None, "embed", "mlp")
-  x = jnp.ones((2, 8))
-  expected = scan(unsharded(stacked(None)), x, None)
-  np.testing.assert_allclose(nnx.jit(lambda m, x: scan(m, x, None))(model, x), expected, atol=1e-6)
-
-
 SHIFTED = "nxp.PathRules([('down.kernel', {}), ('up.kernel', {})], strict=False)".format(
   (None, "mlp", "embed"), (None, "embed", "mlp")
 )
-UNNAMED = nxp.LogicalRules(embed="fsdp", mlp="tensor", batch="fsdp")
 
 
 def test_a_stack_whose_names_did_not_follow_is_noted_with_the_rules_that_shift_them():
@@ -100,36 +85,6 @@ def test_a_stack_whose_names_did_not_follow_is_noted_with_the_rules_that_shift_t
   )
 
 
-def test_the_noted_rules_shift_the_names_of_the_parameters_and_of_the_optimizer():
-  mesh, init = nxp.make_mesh(fsdp=2, tensor=4), stacked(transform_metadata=False)
-  plan = nxp.plan(init, mesh, [UNNAMED, eval(SHIFTED)], optimizer=optax.adam(1e-2))
-  assert plan["up.kernel"].spec == Spec(None, "fsdp", "tensor")
-  assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == Spec(None, "fsdp", "tensor")
-  assert other_notes(plan) == ()
-  assert "its metadata ('embed', 'mlp') does not name all dims; path rule 'up.kernel'" in plan.explain(
-    "up.kernel"
-  )
-
-  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-  def through(x, layer):
-    return layer(x)
-
-  def loss(model, x):
-    return (through(x, model) ** 2).mean()
-
-  losses = []
-  for made in (
-    plan,
-    nxp.plan(
-      init, nxp.make_mesh(fsdp=1, tensor=1, devices=jax.devices()[:1]), UNNAMED, optimizer=optax.adam(1e-2)
-    ),
-  ):
-    run = run_steps(made, loss, [np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)] * 3)
-    losses.append(run.losses)
-    nxp.check_layout(run.model, made, optimizer=run.optimizer)
-  np.testing.assert_allclose(*losses, rtol=1e-5)
-
-
 def test_a_stack_that_does_not_divide_is_an_error_with_the_rule_that_shifts():
   rules = nxp.LogicalRules(embed="tensor", mlp=None)
   with pytest.raises(nxp.errors.ShardingError) as caught:
@@ -139,68 +94,3 @@ def test_a_stack_that_does_not_divide_is_an_error_with_the_rule_that_shifts():
     "If the layer is stacked, its names belong to the last dims: nxp.PathRules([('up.kernel', (None, 'embed',"
     " 'mlp'))], strict=False)"
   )
-
-
-def test_a_rule_of_a_family_that_lacks_the_stacked_dim_shows_the_rule_that_has_it():
-  rules = [nxp.PathRules([(("up", "kernel"), ("embed", "mlp"))]), UNNAMED]
-  with pytest.raises(nxp.errors.ShardingError) as caught:
-    nxp.plan(plain_stack, nxp.make_mesh(fsdp=2, tensor=4), rules)
-  assert (
-    "put a rule for it in front of this one: nxp.PathRules([('up.kernel', (None, 'embed', 'mlp'))]"
-    in str(caught.value)
-  )
-
-
-class Plain(nnx.Module):
-  def __init__(self, rngs):
-    self.up = nnx.Linear(8, 16, rngs=rngs)
-
-
-def plain_stack():
-  return nnx.vmap(Plain)(nnx.Rngs(0).split(DEPTH))
-
-
-@pytest.mark.parametrize("graph", [True, False])
-def test_the_metadata_of_flax_for_trees_names_the_stacked_dim(graph):
-  """`nnx.transform_metadata`, which replaces the argument of `nnx.vmap`."""
-
-  def init():
-    make = nnx.transform_metadata(lambda key: Block(8, nnx.Rngs(key)), partition="layers", graph=graph)
-    return nnx.vmap(make, graph=graph)(jax.random.split(jax.random.key(0), DEPTH))
-
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), RULES["layers split"])
-  assert plan["up.kernel"].names == ("layers", "embed", "mlp")
-  assert nxp.create_sharded_model(plan).up.kernel.out_sharding == ("layers", "embed", "mlp")
-
-
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_trained_stack_keeps_its_layout():
-  rules = RULES["layers split"].replace(batch="fsdp")
-  plan = nxp.plan(stacked(), nxp.make_mesh(fsdp=2, tensor=4), rules)
-  model = nxp.create_sharded_model(plan)
-
-  @nnx.jit
-  def forward(model, x):
-    return scan(model, x, "layers")
-
-  forward(model, jnp.ones((2, 8)))
-  assert model.up.kernel.get_raw_value().sharding == plan["up.kernel"].sharding
-  assert model.up.kernel.out_sharding == ("layers", "embed", "mlp")
-
-
-def test_only_a_rule_that_shifts_the_names_comes_before_them():
-  class Short(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed",))
-
-  for rule in (None, (None, "tensor")):
-    rules = [nxp.LogicalRules(embed="fsdp"), nxp.PathRules([(".*", rule)])]
-    found = nxp.plan(Short, nxp.abstract_mesh(fsdp=4, tensor=2), rules)
-    assert found["w"].spec == jax.P("fsdp", None)
-    assert any("fewer names than dims" in note for note in found.notes)
-
-
-def test_offered_rules_are_exact_where_layers_differ():
-  names = [("layers.0.w", ("embed", "mlp")), ("layers.1.w", ("mlp", "embed"))]
-  rule = shifted(names, {name: 3 for name, _ in names})
-  assert "('layers.0.w', (None, 'embed', 'mlp')), ('layers.1.w', (None, 'mlp', 'embed'))" in rule

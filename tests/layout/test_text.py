@@ -1,18 +1,15 @@
 """Printed plans: what a person reads, and that it fits the page."""
 
-import html
-import re
 import sys
 import types
 
-import jax
 import optax
 import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
 from layout.models import LM
-from nnx_parallel.core.text import WIDTH, format_bytes, format_spec, text_table
+from nnx_parallel.core.text import WIDTH, format_bytes
 from nnx_parallel.layout.show.text import grouped
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", vocab="tensor")
@@ -105,17 +102,6 @@ def test_equal_leaves_of_repeated_layers_are_one_row(init, rows):
   assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == rows
 
 
-def test_factored_state_is_one_row_per_shape():
-  plan = nxp.plan(
-    lambda: LM(64, 8, 5, nnx.Rngs(0)),
-    nxp.make_mesh(fsdp=2, tensor=4),
-    RULES.replace(batch="fsdp"),
-    optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=4),
-  )
-  rows = [line.split()[:2] for line in str(plan).splitlines()]
-  assert ["opt_state.0.v_row.blocks.*.up.kernel", "5"] in rows
-
-
 def test_explain_says_what_was_tried_and_what_follows():
   assert lm_plan().explain("embed.embedding") == (
     "embed.embedding: Param float32[64,8] -> P('tensor', 'fsdp')\n"
@@ -126,28 +112,6 @@ def test_explain_says_what_was_tried_and_what_follows():
     "  each device holds float32[32,4], 512 bytes of 2048 (2 copies on 8 devices)\n"
     "  2 optimizer arrays follow it: 1 KiB per device"
   )
-
-
-def test_explain_names_the_rule_and_the_candidates_that_lost():
-
-  def init():
-    return nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0))
-
-  mesh = nxp.make_mesh(fsdp=2, tensor=4)
-  rules = [
-    nxp.LogicalRules(heads=nxp.LogicalRules.first("tensor", None)),
-    nxp.PathRules([("kernel", (None, "heads"))]),
-  ]
-  text = nxp.plan(init, mesh, rules).explain("kernel")
-  assert "no annotation; path rule 'kernel': (None, 'heads')" in text
-  assert "'heads' -> None; not 'tensor': 4 does not divide 6" in text
-
-
-def test_explain_says_which_rules_did_not_match():
-  rules = [nxp.PathRules([("bias", None)]), nxp.fsdp(min_size=100)]
-  text = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), rules).explain("kernel")
-  assert "no annotation; none of 1 path rules matches; fsdp('fsdp', min_size=100, extend=True)" in text
-  assert "64 elements, at most min_size=100" in text
 
 
 def test_an_unknown_path_is_told_the_nearest():
@@ -174,53 +138,6 @@ def test_a_narrow_terminal_shows_the_reason_under_its_row(capsys, monkeypatch):
   assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_very_narrow_terminal_folds_names_at_their_dots():
-  rows = [("encoder.layers.*.attention.kernel", "float32[1024,1024]", "a reason of five words")]
-  assert text_table(("model", "array", "why"), rows, wrap=(2,), width=42).splitlines() == [
-    "model                   array",
-    "    why",
-    "encoder.layers.*.       float32[1024,1024]",
-    "  attention.kernel",
-    "    a reason of five words",
-  ]
-
-
-def test_a_long_path_rule_is_cut_between_its_alternatives():
-  window = ("attn|attention|self_attention", "q_proj|k_proj|v_proj|query|key|value", "kernel")
-  rules = [nxp.PathRules([(window, (None, "fsdp", None)), (r".*\.(bias|scale|offset|shift|gain)", None)])]
-  attention = lambda: nnx.Dict(attn=nnx.MultiHeadAttention(8, 32, decode=False, rngs=nnx.Rngs(0)))
-  plan = nxp.plan(attention, nxp.make_mesh(fsdp=8), [*rules, nxp.replicate()])
-  assert (
-    plan["attn.query.kernel"].decision.reason
-    == "rule ('attn|attention|…', 'q_proj|k_proj|…', 'kernel'): (-, fsdp, -)"
-  )
-  assert plan["attn.query.bias"].decision.reason == r"rule '.*\\.(bias|scale|offset|shift|…': replicated"
-  assert f"path rule {window!r}" in plan.explain("attn.query.kernel")
-
-
-def test_colour_is_for_terminals_alone(capsys, monkeypatch):
-  plan = lm_plan()
-  plan.show()
-  assert "\x1b[" not in capsys.readouterr().out
-  monkeypatch.setenv("TERM", "xterm-256color")
-  monkeypatch.setenv("COLUMNS", "100")
-  monkeypatch.delenv("NO_COLOR", raising=False)
-  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-  plan.show()
-  shown = capsys.readouterr().out
-  assert "\x1b[1mmodel " in shown
-  assert re.sub(r"\x1b\[[\d;]*m", "", shown).rstrip("\n") == str(plan)
-
-
-def test_what_is_printed_as_text_is_text_in_a_notebook():
-  plan = nxp.plan(lambda: nnx.Linear(1024, 512, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.replicate())
-  for value in (plan.audit(), plan.trainable(), plan.diff(lm_plan())):
-    assert html.unescape(re.sub("<[^>]*>", "", value._repr_html_())) == str(value)
-    printed = []
-    value._repr_pretty_(types.SimpleNamespace(text=printed.append), False)
-    assert printed == [str(value)]
-
-
 def test_show_hands_itself_to_a_notebook(monkeypatch):
   shown = []
   display = types.ModuleType("IPython.display")
@@ -232,14 +149,6 @@ def test_show_hands_itself_to_a_notebook(monkeypatch):
   plan = lm_plan()
   plan.show()
   assert shown == [plan]
-
-
-def test_html_is_escaped_and_does_not_wrap():
-  shown = lm_plan()._repr_html_()
-  assert shown.startswith("<pre")
-  assert shown.endswith("</pre>")
-  assert "embed -&gt; fsdp" in shown
-  assert "white-space:pre" in shown
 
 
 @pytest.mark.parametrize(
@@ -255,17 +164,6 @@ def test_html_is_escaped_and_does_not_wrap():
 )
 def test_bytes(count, text):
   assert format_bytes(count) == text
-
-
-def test_specs():
-  spec = jax.sharding.PartitionSpec
-  assert format_spec(spec()) == format_spec(spec(None, None)) == "replicated"
-  assert format_spec(spec(None, ("data", "fsdp"), "tensor")) == "(-, data+fsdp, tensor)"
-
-
-def test_tables_wrap_only_where_allowed():
-  text = text_table(("a", "why"), [("x" * 30, "one two three " * 5)], wrap=(1,), width=60)
-  assert {len(line[:30].strip()) for line in text.splitlines()[1:]} == {30, 0}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A recipe is found by name or file, and what it lacks is said before anything runs."""
 
 import re
-import sys
 import textwrap
 
 import pytest
@@ -23,14 +22,6 @@ def test_a_file_is_a_recipe(tiny_file):
   assert (recipe.name, recipe.source) == ("tiny", str(tiny_file))
   assert recipe.mesh() == {"data": 4, "tensor": 2}
   assert recipe.tokens is None
-
-
-def test_a_file_can_import_its_neighbours_while_it_is_loaded(tiny_file):
-  before = list(sys.path)
-  (tiny_file.parent / "neighbour_of_mine.py").write_text("SIZE = 3\n")
-  tiny_file.write_text("from neighbour_of_mine import SIZE\n" + tiny_file.read_text())
-  assert load_recipe(str(tiny_file)).mesh() == {"data": 4, "tensor": 2}
-  assert sys.path == before
 
 
 def test_only_what_a_command_needs_is_asked_for(tmp_path):
@@ -67,17 +58,6 @@ def test_what_cannot_be_found(spec):
     load_recipe(spec)
 
 
-def test_a_file_without_its_ending_is_noticed(tiny_file, monkeypatch):
-  monkeypatch.chdir(tiny_file.parent)
-  with pytest.raises(RecipeError, match=r"Fix: the file is there: tiny\.py\."):
-    load_recipe("tiny")
-
-
-def test_a_mistyped_file_names_the_nearest(tiny_file):
-  with pytest.raises(RecipeError, match=r"the nearest file there is .*tiny\.py"):
-    load_recipe(str(tiny_file.with_name("tyni.py")))
-
-
 def write(tmp_path, text):
   path = tmp_path / "mine.py"
   path.write_text(textwrap.dedent(text))
@@ -96,23 +76,3 @@ def test_missing_functions_are_named_with_their_signatures(tmp_path):
     "       def loss(model, batch) -> (scalar, {name: metric}): ...\n"
     "       def batches(start=0, *, split='train') -> iterator of global batches: ..."
   )
-
-
-def test_functions_that_take_other_arguments_are_refused(tmp_path):
-  path = write(tmp_path, "def init(rngs): ...\n")
-  with pytest.raises(RecipeError, match=re.escape("init(rngs) in the recipe")):
-    load_recipe(path, needs=("init",))
-  path = write(tmp_path, "def init(): ...\ndef batches(start): ...\n")
-  with pytest.raises(RecipeError, match="unexpected keyword argument 'split'"):
-    load_recipe(path, needs=("init",))
-
-
-def test_something_that_is_not_a_function_is_refused(tmp_path):
-  path = write(tmp_path, "def init(): ...\nmesh = {'data': 8}\n")
-  with pytest.raises(RecipeError, match=r"mesh in the recipe .* is dict, not a function"):
-    load_recipe(path, needs=("init",))
-
-
-def test_text_is_refused_by_recipes_that_read_none(tiny_file):
-  with pytest.raises(RecipeError, match="the recipe tiny takes no text"):
-    load_recipe(str(tiny_file)).given(text="somewhere")

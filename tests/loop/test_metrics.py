@@ -3,8 +3,6 @@
 import json
 import math
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from nnx_parallel.errors import TrainError
@@ -24,12 +22,6 @@ def test_one_json_object_per_line(path):
   lines = path.read_text().splitlines()
   assert json.loads(lines[1]) == {"step": 2, "loss": 3.0, "seconds": 0.5}
   assert len(read_metrics(path)) == 5
-
-
-def test_lines_are_on_disk_while_the_run_goes_on(tmp_path):
-  with MetricsLog(tmp_path / "m.jsonl") as log:
-    log.write(1, {"loss": 1.0})
-    assert read_metrics(log.path) == [{"step": 1, "loss": 1.0}]
 
 
 def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(path):
@@ -62,20 +54,6 @@ def test_what_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path):
   assert math.isnan(read_metrics(log.path)[0]["loss"])
 
 
-def test_text_among_the_values_is_written_as_text(tmp_path):
-  with MetricsLog(tmp_path / "metrics.jsonl") as log:
-    log.write(1, {"phase": "warm-up", "loss": np.float32(0.5), "rate": jnp.float32(2), "steps": 3})
-  (found,) = read_metrics(tmp_path / "metrics.jsonl")
-  assert found == {"step": 1, "phase": "warm-up", "loss": 0.5, "rate": 2.0, "steps": 3}
-
-
-def test_arrays_that_are_not_finite_outlive_a_resume(tmp_path):
-  with MetricsLog(tmp_path / "m.jsonl") as log:
-    log.write(1, {"rows": np.array([1.0, math.inf])})
-  MetricsLog(log.path, after=1).close()
-  assert json.loads(log.path.read_text()) == {"step": 1, "rows": [1.0, None]}
-
-
 @pytest.mark.parametrize(
   "line", ["not json", "[1, 2]", '{"loss": 1.0}', '{"step": "one"}', '{"step": null}', "\udcff"]
 )
@@ -85,10 +63,6 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, line):
   with pytest.raises(TrainError, match=r"other\.jsonl is not a metrics file: line 2"):
     MetricsLog(path, after=1)
   assert path.read_bytes() == text
-
-
-def test_no_file_has_no_records(tmp_path):
-  assert read_metrics(tmp_path / "none.jsonl") == []
 
 
 def test_a_step_that_compiles_is_kept_out_of_the_mean(monkeypatch):
@@ -102,9 +76,3 @@ def test_a_step_that_compiles_is_kept_out_of_the_mean(monkeypatch):
   clock.start()  # a checkpoint was saved in between: not the steps' time
   assert clock.tick(300) == {"seconds": 1.5, "tokens_per_second": 200.0}
   assert clock.step_seconds == 1.0
-
-
-def test_before_the_first_step_there_is_no_mean():
-  clock = StepClock()
-  assert math.isnan(clock.step_seconds)
-  assert math.isnan(clock.tokens_per_second)

@@ -27,15 +27,6 @@ def test_a_log_gets_plain_lines_about_ten_for_the_whole_run():
   assert "\x1b" not in shown(200)
 
 
-def test_a_resumed_run_shows_its_own_first_step():
-  lines = shown(100, start=95).splitlines()
-  assert [line[:12] for line in lines] == [f"step {n:3}/100" for n in range(96, 101)]
-
-
-def test_the_last_step_is_always_shown():
-  assert shown(37).splitlines()[-1].startswith("step 37/37")
-
-
 def test_quiet_shows_the_last_step_only():
   assert shown(200, quiet=True).splitlines() == [
     "step 200/200  loss 2.5000  close 0.5000  32,768 tokens/s  125 ms/step"
@@ -56,25 +47,3 @@ def test_a_terminal_gets_one_line_that_is_redrawn(width, close):
   assert "32,768 tokens/s  125 ms/step" in last
   assert ("close" in last) == close
   assert len(last.rstrip()) <= width
-
-
-def test_updates_between_the_tenths_are_shown_and_so_is_a_long_run(monkeypatch):
-  now = iter(range(0, 10**6, 1))
-  monkeypatch.setattr("time.monotonic", lambda: next(now))
-  out = io.StringIO()
-  with StepProgress(140, console=Console(file=out)) as progress:
-    for step in (1, 50, 100, 140):
-      progress.update(step, VALUES)
-  assert [int(line[5:8]) for line in out.getvalue().splitlines()] == [1, 50, 100, 140]
-  out = io.StringIO()
-  with StepProgress(10**6, console=Console(file=out)) as progress:
-    for step in range(1, 100):  # a second each
-      progress.update(step, VALUES)
-  assert len(out.getvalue().splitlines()) == 4
-
-
-def test_short_steps_have_a_decimal():
-  out = io.StringIO()
-  with StepProgress(1, console=Console(file=out)) as progress:
-    progress.update(1, VALUES | {"seconds": 0.00042})
-  assert "0.4 ms/step" in out.getvalue()

@@ -5,13 +5,11 @@ import hashlib
 import math
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.core.nodes import value_of, variables
-from nnx_parallel.errors import CheckpointError, RecipeError, TrainError
+from nnx_parallel.errors import RecipeError
 from nnx_parallel.loop.loader import load_recipe
 from nnx_parallel.loop.recipe import plan_recipe, restore, start
 
@@ -39,50 +37,6 @@ def test_each_step_is_reported_once_in_order(recipe):
   assert list(records[1][1]) == ["loss", "close", "grad_norm", "seconds", "samples_per_second"]
   assert (run.at.step, run.at.samples, run.unit) == (5, 80, "samples")
   assert 0.0 <= records[0][1]["close"] <= 1.0
-
-
-def test_training_to_a_step_that_is_reached_does_nothing(recipe):
-  run = start(recipe, make_plan(recipe, data=4, tensor=2))
-  run.train(2)
-  assert losses(run, 2) == {}
-  assert (run.at.step, run.at.samples) == (2, 32)
-
-
-def test_scattered_gradients_train_alike(recipe):
-  mesh = nxp.make_mesh(data=4, tensor=2)
-  whole = losses(start(recipe, plan_recipe(recipe, mesh)), 3)
-  run = start(recipe, plan_recipe(recipe, mesh, zero=2))
-  np.testing.assert_allclose(list(losses(run, 3).values()), list(whole.values()), rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiled_here")
-def test_held_out_batches_go_through_the_pipeline_where_they_fit(tiny_file, monkeypatch):
-  text = (
-    tiny_file.read_text()
-    .replace("10**6 + 32", "10**6 + 22")
-    .replace("i in range(start, start + 16)", "i in range(start, min(start + 16, last))")
-  )
-  block = "self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])"
-  text = text.replace("    self.dropout", f"    {block}\n    self.dropout")
-  text = text.replace("    hidden =", "    for block in self.blocks:\n      x = block(x)\n    hidden =")
-  tiny_file.write_text(text)
-  recipe, made, real = load_recipe(str(tiny_file)), [], nxp.eval_step
-
-  def eval_step(*args, **options):
-    made.append(real(*args, **options))
-    return made[-1]
-
-  monkeypatch.setattr(nxp, "eval_step", eval_step)
-  mesh = nxp.make_mesh(data=2, stage=2, tensor=2)
-  found = [
-    start(recipe, plan_recipe(recipe, mesh), microbatches=4, options={"pipeline": stage}).evaluate()
-    for stage in (None, "stage")
-  ]
-  assert found[1] == pytest.approx(found[0], rel=1e-6)
-  (_, whole, piped) = made
-  assert piped.layers.schedule == nxp.parallel.Schedule(stages=2, microbatches=4, layers=4)
-  assert whole.layers.schedule is None
 
 
 def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
@@ -157,14 +111,6 @@ def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp
     assert restore(recipe, plan, checkpointer).changes == []
 
 
-def test_nothing_to_restore_is_an_error(recipe, tmp_path):
-  with (
-    nxp.Checkpointer(tmp_path / "none") as checkpointer,
-    pytest.raises(CheckpointError, match="cannot find a checkpoint"),
-  ):
-    restore(recipe, make_plan(recipe, data=4, tensor=2), checkpointer)
-
-
 @pytest.mark.slow
 def test_evaluation_is_without_dropout_and_changes_nothing(recipe):
   plan = make_plan(recipe, data=4, tensor=2)
@@ -173,48 +119,6 @@ def test_evaluation_is_without_dropout_and_changes_nothing(recipe):
   assert losses(run, 2) == losses(other, 2)
   run.evaluate()
   assert losses(run, 4) == losses(other, 4)
-
-
-def test_training_and_evaluation_leave_the_layout_as_planned(recipe):
-  run = start(recipe, make_plan(recipe, data=4, tensor=2))
-  run.evaluate()
-  run.train(2)
-  run.evaluate()
-  for root, owner in (("model", run.model), ("optimizer", run.optimizer)):
-    found = variables(owner)
-    for path, leaf in run.plan.of(root).items():
-      sharding = value_of(found[path]).sharding
-      assert sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), leaf.name
-
-
-def test_without_held_out_batches_evaluation_is_empty(recipe):
-  quiet = dataclasses.replace(recipe, batches=lambda start, split="train": iter(()))
-  assert start(quiet, make_plan(recipe, data=4, tensor=2)).evaluate() == {}
-
-
-@pytest.mark.slow
-def test_batches_that_end_too_early(recipe):
-  short = dataclasses.replace(
-    recipe, batches=lambda start, split="train": recipe.batches(start, split=split, last=32)
-  )
-  run = start(short, make_plan(recipe, data=4, tensor=2))
-  with pytest.raises(TrainError, match=r"the batches ended after step 2 of 5\.") as caught:
-    run.train(5)
-  assert "steps=2" in str(caught.value)
-  assert run.at.step == 2
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(recipe):
-  def batches(start, *, split="train"):
-    for batch in recipe.batches(start, split=split):
-      yield {"x": batch["x"] * np.float32(np.nan if start >= 16 else 1.0)}
-      start += 16
-
-  run = start(dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2))
-  seen = []
-  with pytest.raises(TrainError, match="the loss of step 2 is nan"):
-    run.train(5, trackers=[lambda step, values: seen.append(step)])
-  assert seen == [1, 2]
 
 
 def test_a_recipe_for_planning_only_cannot_be_trained(recipe):

@@ -1,7 +1,5 @@
 """Sums of metrics: exact weights, on device, beside those of flax; where they are written."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,38 +113,3 @@ def test_metrics_of_flax_take_what_steps_return(run):
     computed = nxp.hosts.to_host(metrics.compute())
   assert computed["accuracy"] == pytest.approx(np.concatenate(rows).mean())
   assert computed["loss"] == pytest.approx(np.mean(losses))
-
-
-def test_metrics_of_flax_inside_the_compiled_step(run):
-  """A MultiMetric is one more model, without an optimizer: it is updated in place, on the mesh."""
-  plan, model, _, data, _ = run
-  optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
-  metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
-
-  def loss(models, batch):
-    error = jnp.square(models["net"](batch["x"])).mean(-1)
-    models["metrics"].update(loss=jax.lax.stop_gradient(error))
-    return error.mean()
-
-  step = nxp.train_step(loss)
-  for host in data:
-    step({"net": model, "metrics": metrics}, {"net": optimizer}, nxp.shard_batch(host, plan))
-  x = np.concatenate([host["x"] for host in data])
-  expected = np.square(np.asarray(model(jnp.asarray(x)))).mean()
-  with jax.numpy_dtype_promotion("standard"):
-    assert float(metrics.compute()["loss"]) == pytest.approx(float(expected), rel=1e-5)
-  metrics.reset()
-  assert int(metrics.loss.count[...]) == 0
-
-
-def test_arrays_are_lists_in_json_lines(tmp_path):
-  with nxp.loop.MetricsLog(tmp_path / "m.jsonl") as log:
-    log.write(1, {"loss": np.float32(0.5), "rows": np.array([[1, 2], [3, 4]]), "nan": jnp.float32(jnp.nan)})
-  assert json.loads(log.path.read_text()) == {"step": 1, "loss": 0.5, "rows": [[1, 2], [3, 4]], "nan": None}
-
-
-def test_a_loss_in_place_of_a_step_is_an_error_with_the_call():
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"returned a float[\s\S]*nxp.eval_step\(loss_fn, pairs=True\)"
-  ):
-    nxp.evaluate(lambda model, batch: 1.0, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [np.ones(8)])

@@ -29,27 +29,11 @@ def test_each_training_image_comes_once_in_an_epoch_and_no_held_out_one():
   np.testing.assert_array_equal(held_out, pixels[trained:])
 
 
-def test_epochs_have_their_own_order():
-  trained = len(digits.read_digits()[1]) - digits.TEST_IMAGES
-  assert (images(0, 1) != images(trained, 1)).any()
-
-
-@pytest.mark.parametrize("start", [1, 128, 1400])
-def test_the_cursor_is_a_sample_index(start):
-  straight = images(0, 14)
-  np.testing.assert_array_equal(images(start, 1), straight[start : start + 128])
-
-
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
   digits.read_digits.cache_clear()
   with pytest.raises(RecipeError, match=re.escape("Fix: pip install scikit-learn")):
     next(digits.batches())
-
-
-def test_an_unknown_split():
-  with pytest.raises(RecipeError, match="no split 'test'"):
-    next(digits.batches(split="test"))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 import sysconfig
 
 import jax.numpy as jnp
@@ -72,16 +71,6 @@ def test_train_and_held_out_share_no_file_and_new_files_move_none(folder):
   assert held_out <= later_held_out
 
 
-def test_one_file_gives_its_last_tenth():
-  text = bytes(range(32, 132))
-  assert text_lm.split_files({"book.txt": text}) == ([text[:90]], [text[90:]])
-
-
-def test_some_file_is_held_out_of_a_few():
-  train, held_out = text_lm.split_files({"a": b"1", "b": b"2", "c": b"3"})
-  assert (len(train), len(held_out)) == (2, 1)
-
-
 @pytest.mark.parametrize("content", [None, "tiny"])
 def test_too_little_text_is_an_error_that_says_how_much_there_is(tmp_path, content):
   if content:
@@ -94,23 +83,6 @@ def test_too_little_text_is_an_error_that_says_how_much_there_is(tmp_path, conte
     f"  {count} text files, {size} bytes for training, 0 held out\n"
     "  Fix: --text DIR (or NXP_TEXT=DIR), a folder of UTF-8 text files; several files are best."
   )
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-  missing = tmp_path / "missing"
-  with pytest.raises(RecipeError, match=re.escape(f"no folder of text at {missing}.")):
-    next(text_lm.batches(text=str(missing)))
-
-
-def test_the_environment_names_the_folder(folder, monkeypatch):
-  monkeypatch.setenv("NXP_TEXT", str(folder))
-  batch = next(text_lm.batches(config=SMALL))
-  np.testing.assert_array_equal(batch["inputs"], windows(folder, 0, SMALL.batch))
-
-
-def test_an_unknown_split(folder):
-  with pytest.raises(RecipeError, match="no split 'test'"):
-    next(text_lm.batches(split="test", text=str(folder)))
 
 
 # Cursor
@@ -129,11 +101,6 @@ def test_the_cursor_is_a_sample_index_whatever_the_batch_size(folder, start):
   wide = dataclasses.replace(SMALL, batch=5)
   np.testing.assert_array_equal(windows(folder, start, 8), straight[start : start + 8])
   np.testing.assert_array_equal(windows(folder, start, 10, wide), straight[start : start + 10])
-
-
-def test_another_seed_draws_other_windows(folder):
-  other = dataclasses.replace(SMALL, seed=1)
-  assert (windows(folder, 0, 8) != windows(folder, 0, 8, other)).any()
 
 
 def test_held_out_batches_are_fixed_and_end(folder):
@@ -156,25 +123,8 @@ def test_no_position_sees_a_later_byte():
   assert (difference[7:] > 0.0).all()
 
 
-def test_rotary_attention_depends_on_distances_only():
-  x = np.random.default_rng(0).standard_normal((1, 9, 1, 8)).astype(np.float32)
-  x[:, 1:] = x[:, :1]
-  turned = np.asarray(text_lm.rotate(jnp.asarray(x)))[0, :, 0]
-  scores = turned @ turned.T
-  for distance in range(9):
-    np.testing.assert_allclose(np.diagonal(scores, distance), scores[0, distance], rtol=1e-5, atol=1e-5)
-
-
 def test_loss_is_in_nats_and_in_bits():
   batch = {"inputs": np.zeros((2, 12), np.int32), "targets": np.ones((2, 12), np.int32)}
   nats, metrics = text_lm.loss(small(), batch)
   assert nats.shape == ()
   np.testing.assert_allclose(metrics["bits_per_byte"] * np.log(2), nats, rtol=1e-6)
-
-
-def test_dropout_is_an_option_and_its_random_state_is_always_there():
-  batch = {"inputs": np.zeros((2, 12), np.int32), "targets": np.ones((2, 12), np.int32)}
-  plain, noisy = small(), small(dataclasses.replace(SMALL, dropout=0.5))
-  assert nnx.state(plain, nnx.RngState)
-  assert text_lm.loss(plain, batch)[0] == text_lm.loss(plain, batch)[0]
-  assert text_lm.loss(noisy, batch)[0] != text_lm.loss(noisy, batch)[0]

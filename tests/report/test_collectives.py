@@ -1,4 +1,3 @@
-import re
 from pathlib import Path
 
 import jax
@@ -35,13 +34,6 @@ def test_a_sum_over_one_axis():
   assert found.sent_bytes == 2 * 16 * 3 // 4
 
 
-def test_gathering_gives_the_bytes_of_the_result_and_the_argument():
-  (found,) = compiled(lambda x: x, (8, 64), P(None, "model"), P())
-  assert (found.kind, found.axes, found.bytes) == ("all-gather", ("model",), 8 * 64 * 4)
-  assert found.parameters == ("x",)
-  assert found.sent_bytes == 8 * 64 * 4 * 3 // 4
-
-
 def test_a_collective_in_a_loop_counts_once_per_pass():
   def steps(x):
     return jax.lax.fori_loop(0, 7, lambda _, y: y / y.sum(), x)
@@ -64,10 +56,6 @@ def test_manual_collectives_keep_their_kind():
     ("collective-permute", ("model",), 8 * 16 * 4),
     ("all-to-all", ("model",), 8 * 16 * 4),
   ]
-
-
-def test_nothing_is_sent_on_one_axis_of_size_one():
-  assert compiled(lambda x: x.sum(), (8,), P("one"), names=("one", "all"), sizes=(1, 8)) == ()
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -116,14 +104,6 @@ def test_overlap_is_seen(backend):
     assert {c.overlapped for c in found} == {True, False}
 
 
-def test_the_loop_count_of_a_condition_without_a_note():
-  text = (PROGRAMS / "tpu13.hlo").read_text()
-  assert "known_trip_count" not in text
-  program = parse(text)
-  loops = [i for i in program.entry.instructions if i.opcode == "while"]
-  assert [program.trips(loop) for loop in loops] == [LAYERS, LAYERS]
-
-
 def test_what_the_hosts_carry_between_tpu_slices_is_counted():
   # One step of benchmarks/layouts.py on two v5e slices of 4x4: batch over data (the slices) and fsdp.
   text = (PROGRAMS / "slices" / "tpu13.hlo").read_text()
@@ -140,111 +120,6 @@ def test_what_the_hosts_carry_between_tpu_slices_is_counted():
     ("all-gather", True, 16): 2 * kernel * 2,
     ("all-reduce", True, 16): 2 * kernel * 4 + 128 * 4,
   }
-
-
-@pytest.mark.parametrize(
-  ("transfer", "kind", "payload"),
-  [
-    ('_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"', "all-gather", 64),
-    ('_xla_megascale_transfer_type="ALL_TO_ALL"', "all-to-all", 32),
-    ('_xla_megascale_transfer_type="ONE_TO_ONE"', "collective-permute", 32),
-    ('_xla_megascale_transfer_type="NEW_KIND"', "new_kind", 32),
-  ],
-)
-def test_transfers_between_slices_keep_their_kind(transfer, kind, payload):
-  text = f"""HloModule jit_f, is_scheduled=true, num_partitions=4
-
-ENTRY %main (p: f32[8]) -> f32[8] {{
-  %p = f32[8]{{0}} parameter(0), metadata={{op_name="x"}}
-  %t = token[] after-all()
-  %send = (f32[8]{{0}}, u32[], token[]) send(%p, %t), frontend_attributes={{{transfer}}}
-  ROOT %out = f32[8]{{0}} copy(%p)
-}}
-"""
-  (found,) = collectives(text, {"slice": 2, "inner": 4})
-  carried = () if kind == "new_kind" else ("x",)
-  assert (found.kind, found.axes, found.bytes, found.parameters) == (kind, ("slice",), payload, carried)
-  # Groups that are not all of the slices are not written in the program.
-  assert found.complete is ("target" in transfer)
-  assert not found.overlapped
-
-
-def test_each_step_of_an_asynchronous_operation_may_name_what_it_runs():
-  text = """HloModule jit_f, is_scheduled=true
-
-%wrapped (q: f32[8]) -> f32[8] {
-  %q = f32[8]{0} parameter(0)
-  ROOT %all = f32[8]{0} all-to-all(%q), replica_groups={{0,1}}, dimensions={0}
-}
-
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  %s = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%p), calls=%wrapped
-  %u = ((f32[8]{0}), f32[8]{0}, u32[]) async-update(%s), calls=%wrapped
-  ROOT %d = f32[8]{0} async-done(%u), calls=%wrapped
-}
-"""
-  (found,) = collectives(text, {"data": 2})
-  assert (found.kind, found.bytes, found.times) == ("all-to-all", 32, 1)
-  assert cost(text).hbm_bytes == 2 * 32
-
-
-def on_sparsecore(*, inside: str = "", after_start: str = "") -> str:
-  """A gather that a TPU's SparseCore runs, with instructions at two places of its schedule."""
-  return f"""HloModule jit_f, is_scheduled=true
-
-%called (q: f32[4]) -> f32[8] {{
-  %q = f32[4]{{0}} parameter(0)
-  ROOT %all = f32[8]{{0}} all-gather(%q), replica_groups={{{{0,1}}}}, dimensions={{0}}
-}}
-
-ENTRY %main (p: f32[4], x: f32[8,8]) -> f32[8] {{
-  %p = f32[4]{{0}} parameter(0)
-  %x = f32[8,8]{{1,0}} parameter(1)
-  %s = ((), (), (s32[1]{{0:S(2)}})) call-start(), async_execution_thread="sparsecore", to_apply=%called
-  {after_start}
-  %u = ((f32[4]{{0}}), f32[8]{{0}}) call-update(%s, %p)
-  {inside}
-  ROOT %d = f32[8]{{0}} call-done(%u)
-}}
-"""
-
-
-def test_a_collective_on_a_sparsecore_overlaps_with_what_is_computed_after_it_gets_its_operand():
-  product = "%y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-  scalar = '%n = s32[1]{0} custom-call(%x), custom_call_target="first"'
-  for inside, after_start, overlapped in (
-    (product, "", True),
-    ("", product, False),
-    (scalar, "", False),
-    ("", "", False),
-  ):
-    (found,) = collectives(on_sparsecore(inside=inside, after_start=after_start), {"fsdp": 2})
-    assert (found.kind, found.bytes, found.overlapped) == ("all-gather", 32, overlapped)
-
-
-def test_what_follows_a_kernel_whose_metadata_is_on_lines_of_its_own_is_read():
-  text = """HloModule jit_f, is_scheduled=true
-
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"xprof_metadata":"{\\"block_q\\": 512}"
-}}, metadata={op_name="jit(f)/kernel"}
-  ROOT %all = f32[8]{0} all-reduce(%k), replica_groups={{0,1}}, to_apply=%add
-}
-"""
-  (found,) = collectives(text, {"data": 2})
-  assert (found.kind, found.bytes) == ("all-reduce", 32)
-  (kernel,) = (at for at in parse(text).entry.instructions if at.name == "k")
-  assert kernel.op_name == "jit(f)/kernel"
-
-
-def test_a_dump_that_sorts_the_keys_of_its_settings_is_read_as_the_program_is():
-  text = (PROGRAMS / "tpu13.hlo").read_text()
-  dumped, count = re.subn(r'\{("flag_start":"-?\d+"),("flag_end":"-?\d+")\}', r"{\2,\1}", text)
-  assert count > 1
-  assert collectives(dumped, AXES) == collectives(text, AXES)
 
 
 def test_text_without_a_program_is_an_error():

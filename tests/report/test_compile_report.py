@@ -1,9 +1,6 @@
 import dataclasses
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -22,7 +19,7 @@ from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import _need, compile_report
 from nnx_parallel.report.program import compiler
 from nnx_parallel.report.program.collectives import KINDS
-from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, find_reshards, run_compiler
+from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, run_compiler
 from report import layouts
 
 
@@ -60,19 +57,6 @@ def test_collectives_name_the_parameter_and_the_line(fsdp):
   assert any(c.source.endswith(f"layouts.py:{line}") for c in fsdp.collectives)
 
 
-def test_what_this_package_adds_has_its_own_line():
-  found = report(fsdp=8, microbatches=2)
-  places = {t.source.rpartition(":")[0] for t in found.peak}
-  assert any(place.endswith("benchmarks/layouts.py") for place in places)
-  assert any(place.endswith("nnx_parallel/train/gradients.py") for place in places)
-
-
-def test_another_choice_of_remat_keeps_the_users_lines():
-  step = nxp.train_step(nxp.with_layers(layouts.loss, remat="none"))
-  found = compile_report(step, layouts.plan(fsdp=8), batch=layouts.batch(), topology="cpu:8")
-  assert {t.source.rpartition("/")[2].partition(":")[0] for t in found.peak if t.source} == {"layouts.py"}
-
-
 def test_flops_are_exact(fsdp):
   product = 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN
   # Two products forward, three backward: the gradient of the input is not needed.
@@ -108,19 +92,6 @@ def test_a_device_too_small_says_what_would_help(fsdp):
   assert "State and gradients are 64.01 KiB per device: try 8 times as many devices" in text
   # One example per device cannot be split further.
   assert "times as many devices" in too_small(dataclasses.replace(fsdp, examples=1), fixed + falls // 4)
-
-
-def test_a_batch_that_is_whole_on_each_device_is_pointed_out(fsdp):
-  shape = f"f32[{layouts.BATCH},128]"
-  largest = dataclasses.replace(fsdp.peak[0], shape=shape, source="model.py:7", parameters=())
-  whole = dataclasses.replace(fsdp, peak=(largest, *fsdp.peak))
-  text = too_small(whole, fsdp.memory.arguments)
-  assert f"{shape} from model.py:7. If its first dim is the batch, all 1024 examples" in text
-  assert (
-    "though 8 devices share them: constrain it, or the array that it is computed from, with nxp.constrain(x"
-    in text
-  )
-  assert "If its first dim" not in too_small(fsdp, fsdp.memory.arguments)
 
 
 def test_what_fills_the_memory_is_named_by_its_line():
@@ -190,14 +161,6 @@ def test_the_need_follows_the_backend():
   assert _need(memory, dataclasses.replace(done, shortage=Shortage(1000, total=True)), "tpu", 40) == 1000
 
 
-def test_the_chip_compared_with_does_not_change_the_need(fsdp):
-  step = nxp.train_step(layouts.loss)
-  other = compile_report(step, layouts.plan(fsdp=8), batch=layouts.batch(), topology="cpu:8", chip="v5e")
-  here = report(fsdp=8)
-  assert other.need_bytes == here.need_bytes > here.memory.arguments
-  assert other.chip.name == "v5e"
-
-
 def test_involuntary_resharding_is_mapped_to_its_line():
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
@@ -216,56 +179,6 @@ def test_involuntary_resharding_is_mapped_to_its_line():
   assert "Involuntary full rematerialization" in str(found)
 
 
-def test_warnings_of_trial_runs_are_left_out():
-  line = (
-    "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {a} to {b} efficiently"
-    " for HLO operation %gather = f32[8,16]{1,0} gather(%fake_parameter.0), sharding={a}\n"
-  )
-  assert find_reshards(line, {}) == ()
-  named = line.replace("fake_parameter.0)", 'p.0), metadata={op_name="jit(g)/gather" stack_frame_id=2}')
-  (found,) = find_reshards(named + named, {2: "model.py:7"})
-  assert (found.op, found.source, found.bytes, found.before) == ("jit(g)/gather", "model.py:7", 512, "{a}")
-
-
-def test_an_abstract_plan_needs_a_topology():
-  with pytest.raises(ReportError, match="names no devices to compile for"):
-    compile_report(nxp.train_step(layouts.loss), layouts.plan(fsdp=8), batch=layouts.batch())
-
-
-@pytest.mark.parametrize(("topology", "slices"), [("cpu:8", 1), ("cpu:4*2", 2), ("cpu:2*4", 4)])
-def test_what_is_sent_between_slices(topology, slices):
-  """FSDP inside of a slice: only each device's own part of the gradients crosses."""
-  mesh = nxp.abstract_mesh(replica=slices, fsdp=8 // slices)
-  rules = nxp.presets.fsdp(replica="replica", min_size=0)
-  plan = nxp.plan(layouts.init, mesh, rules, optimizer=optax.sgd(0.1))
-  report = compile_report(nxp.train_step(layouts.loss), plan, batch=layouts.batch(), topology=topology)
-  across = [c for c in report.collectives if c.slices > 1]
-  assert report.slices == slices
-  assert {c.slices for c in across} <= {slices}
-  own = sum(x.bytes_per_device for x in plan.leaves if x.is_parameter)
-  gradients = [c.sent_bytes for c in across if c.axes == ("replica",)]
-  assert sum(gradients) == (2 * own * (slices - 1) // slices if slices > 1 else 0)
-  assert ("between the" in str(report)) == (slices > 1)
-
-
-def test_a_plan_on_devices_that_are_here():
-  plan = layouts.plan(mesh=nxp.make_mesh(data=1, fsdp=8, tensor=1))
-  found = compile_report(nxp.train_step(layouts.loss), plan, batch=layouts.batch())
-  assert found.target == "8 x cpu"
-
-
-def test_functions_and_compiled_programs_without_a_plan():
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("x")))
-  for step in (jax.jit(jnp.sum), jax.jit(jnp.sum).lower(x).compile()):
-    found = compile_report(step, None, x) if not hasattr(step, "memory_analysis") else compile_report(step)
-    assert found.bytes_by("kind", "axes") == {("all-reduce", "x"): 4}
-  with pytest.raises(
-    ReportError, match=r"arguments are on no mesh(.|\n)*Fix: lower it with arguments on one"
-  ):
-    compile_report(jax.jit(jnp.sum), None, jax.ShapeDtypeStruct((8,), jnp.float32))
-
-
 def test_a_users_own_jitted_step():
   @nnx.jit
   def step(model, batch):
@@ -277,30 +190,6 @@ def test_a_users_own_jitted_step():
   assert found.cost.flops == 2 * 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN // 8
 
 
-ABORT = """
-import os
-from nnx_parallel.report.program.compiler import run_compiler
-
-class Faulty:
-  def compile(self, compiler_options):
-    os.write(2, b"Check failed: the reason\\n")
-    os.abort()
-
-run_compiler(Faulty())
-"""
-
-
-@pytest.mark.slow
-def test_a_compiler_that_ends_the_process_is_heard(tmp_path):
-  environment = {**os.environ, "TMPDIR": str(tmp_path)}
-  done = subprocess.run(
-    [sys.executable, "-c", ABORT], capture_output=True, text=True, check=False, env=environment
-  )
-  assert done.returncode == -signal.SIGABRT
-  assert "Check failed: the reason" in done.stderr
-  assert not list(tmp_path.glob("*.log"))
-
-
 def test_what_a_compiler_says_is_kept_and_passed_on(capfd):
   class Talkative:
     def compile(self, compiler_options):
@@ -310,40 +199,6 @@ def test_what_a_compiler_says_is_kept_and_passed_on(capfd):
   done = run_compiler(Talkative())
   assert (done.shortage, "Involuntary" in done.log) == (Shortage(20 << 30, True), True)
   assert capfd.readouterr().err == "a warning\n"
-
-
-def test_a_device_that_is_here_says_how_much_memory_a_program_may_use(monkeypatch):
-  mesh = nxp.make_mesh(data=8)
-  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-  lowered = jax.jit(lambda x: 2 * x).lower(x)
-  kind = type(jax.devices()[0])
-  monkeypatch.setattr(kind, "memory_stats", lambda device: {"bytes_limit": 12345})
-  assert compile_report(lowered).available_bytes == 12345
-  assert compile_report(lowered, chip="v5e").available_bytes == chip("v5e").usable_bytes
-  monkeypatch.undo()
-  assert compile_report(lowered).available_bytes == chip("cpu").usable_bytes
-
-
-def test_a_report_is_whole_where_the_program_is_in_the_compilation_cache():
-  assert jax.config.jax_compilation_cache_dir  # the suite's own
-  placed = NamedSharding(nxp.make_mesh(x=8), P("x"))
-  lowered = jax.jit(lambda x: jnp.sin(x) @ x).lower(
-    jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=placed)
-  )
-  lowered.compile()
-  assert compile_report(lowered).peak
-  assert compile_report(lowered).peak
-  assert jax.config.jax_enable_compilation_cache
-
-
-def test_a_batch_that_cannot_be_split_is_refused():
-  step, plan = nxp.train_step(layouts.loss), layouts.plan(fsdp=8)
-  with pytest.raises(
-    ReportError, match=r"has 12 examples, which 8 shards cannot split evenly: this layout cannot run"
-  ):
-    compile_report(step, plan, batch=jax.ShapeDtypeStruct((12, 16), "float32"), topology="cpu:8")
-  with pytest.raises(ReportError, match=r"the batch has no array: \(16, 8\)"):
-    compile_report(step, plan, batch=(16, 8), topology="cpu:8")
 
 
 def test_two_reports_at_a_time_leave_stderr_and_the_cache_as_they_were():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx_parallel.report.program.hlo_devices import AxisFinder, group_labels, group_rows, pair_labels
+from nnx_parallel.report.program.hlo_devices import AxisFinder, group_labels, group_rows
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -36,26 +36,6 @@ def test_every_encoding_of_the_same_groups_names_the_same_axis(text):
   assert AxisFinder(SIZES).match(labels) == (("fsdp",), True)
   assert sorted(n for row in rows for n in row) == list(range(8))
   assert all({int(labels[n]) for n in row} == {min(row)} for row in rows)
-
-
-def test_device_ids_as_a_transposed_iota():
-  # A 2x4 mesh whose devices run down the columns: position (x, y) holds id 2y + x.
-  labels = group_labels("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", 8)
-  assert labels.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
-
-
-def test_empty_braces_mean_everyone():
-  assert AxisFinder(SIZES).match(group_labels("{}", 8)) == (("data", "fsdp", "tensor"), True)
-
-
-def test_half_of_an_axis_is_reported_as_a_part():
-  found = AxisFinder({"data": 2, "model": 4}).match(group_labels("{{0,1},{2,3},{4,5},{6,7}}", 8))
-  assert found == (("model",), False)
-
-
-def test_pairs_of_a_ring_are_one_axis():
-  pairs = "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
-  assert AxisFinder({"data": 2, "ring": 4}).match(pair_labels(pairs, 8)) == (("ring",), True)
 
 
 def test_unreadable_groups_are_an_error():

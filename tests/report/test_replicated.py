@@ -111,42 +111,6 @@ def test_a_constraint_that_asks_for_it_is_named():
   assert f"test_replicated.py:{line}" in found.to_html()
 
 
-@pytest.mark.nightly
-def test_the_call_that_it_names_splits_the_activation():
-  found = report(plain_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
-  assert not [one for one in found.replicated_activations if one.op.endswith("sin")]
-  fixed = report(nxp.train_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
-  assert fixed.replicated_activations == ()
-  assert "or more is replicated over the batch axes." in str(fixed)
-
-
-def test_the_parts_of_a_batch_are_compared_with_a_part():
-  step = nxp.train_step(loss, microbatches=2)
-  assert report(step).replicated_activations == ()
-  found = report(step, whole).replicated_activations
-  assert {one.shape[0] for one in found} == {ROWS // 2}
-  assert {one.copies for one in found} == {8}
-
-
-def columns(x):
-  return jnp.sin(jax.lax.with_sharding_constraint(x, jax.P(None, None, "tensor")))
-
-
-def test_an_array_that_another_axis_splits_is_whole_along_the_batch():
-  rules = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=0)]
-  found = report(nxp.train_step(loss), columns, rules, fsdp=4, tensor=2).replicated_activations
-  (one,) = {(one.shape, one.global_shape, one.copies) for one in found if one.shape[-1] == 32}
-  assert one == ((ROWS, 64, 32), (ROWS, 64, 64), 4)
-
-
-def test_what_the_batchs_own_axis_splits_otherwise_is_not_whole():
-  def features(x):
-    return jnp.sin(jax.lax.with_sharding_constraint(x, jax.P(None, None, "fsdp")))
-
-  found = report(nxp.train_step(loss), features).replicated_activations
-  assert all(one.shape == one.global_shape for one in found)  # what is gathered again for the head
-
-
 def test_without_a_plan_or_a_split_nothing_is_said():
   rules = [nxp.LogicalRules(batch=None), nxp.fsdp(min_size=0)]
   found = report(nxp.train_step(loss), rules=rules)

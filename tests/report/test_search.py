@@ -1,7 +1,5 @@
 """The search for a layout: the meshes it tries, what it drops and compiles, and how it ranks."""
 
-import dataclasses
-import functools
 import json
 import math
 from types import SimpleNamespace
@@ -11,17 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import nnx_parallel as nxp
-from benchmarks import pipeline as pipelines
-from benchmarks.plain import decoders
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.memory import memory_plan
-from nnx_parallel.report.search import factorisations, meshes, search, searched_axes, work_of
+from nnx_parallel.report.search import factorisations, meshes, search, work_of
 from nnx_parallel.report.topology import read_machine
-from report.stack import BATCH, RULES, WIDTH, Named, init, loss
+from report.stack import BATCH, RULES, WIDTH, init, loss
 
 
 def test_every_factorisation_is_tried_once():
@@ -40,14 +35,6 @@ def test_every_factorisation_is_tried_once():
 def test_usual_meshes_keep_tensor_parallelism_on_the_fast_links(topology, expected):
   found = meshes(read_machine(topology), ("data", "fsdp", "tensor"), ("data", "fsdp"))
   assert {tuple(s.values()) for s in found} == {tuple(map(int, x.split(","))) for x in expected.split()}
-
-
-def test_meshes_with_stages_and_without_a_use_for_an_axis():
-  cpu = read_machine("cpu:8")
-  found = meshes(cpu, ("data", "tensor", "expert"), ("data",), ("expert", "tensor"), "stage")
-  assert [(*s,) for s in found] == [("stage", "data", "tensor", "expert")] * 4
-  assert [s["stage"] for s in found] == [1, 2, 4, 8]
-  assert meshes(cpu, ("a", "b"), (), ("a", "b")) == [{"a": 8, "b": 1}]
 
 
 def find(topology, batch=BATCH, **options):
@@ -154,15 +141,6 @@ def test_a_refusal_asks_the_next_layout_for_more_room(compiler):
   assert found.notes[0].endswith("is refused: the compiler needs 15.75 GiB.")
 
 
-def test_a_layout_wins_that_leaves_room_where_no_compiled_layout_fits(compiler):
-  compiler(reported(fits=False), reported(fits=False))
-  found = find("cpu:8", compile_best=2)
-  assert found.best is found.fitting[0]
-  assert found.best.report is None
-  assert found.notes[2] == "None of the compiled layouts fits. The winner was not compiled."
-  assert [c.refused for c in found.fitting[-2:]] == ["the compiler needs 1 MiB"] * 2
-
-
 def test_work_is_what_binds_and_what_is_waited_for():
   cpu = chip("cpu")
   report = reported(flops=cpu.peak("float32"), sent=int(cpu.link_bandwidth))
@@ -171,11 +149,6 @@ def test_work_is_what_binds_and_what_is_waited_for():
   assert work_of(report, cpu) == pytest.approx(1)
   report.collectives[0].slices = 2
   assert work_of(report, cpu) == pytest.approx(cpu.link_bandwidth / cpu.network_bandwidth)
-
-
-def test_the_search_names_what_limits_the_memory_of_a_gpu():
-  text = str(find("gpu:h100:1x8", remat="none"))
-  assert "59.74 GiB usable each, the 75 % that JAX takes (XLA_CLIENT_MEM_FRACTION):" in text
 
 
 def test_the_compiler_decides():
@@ -191,85 +164,8 @@ def test_the_compiler_decides():
   assert "16 simulated devices are needed, and this process has 8" in far.notes[0] or far.best.report
 
 
-def test_axes_that_split_nothing_and_the_notes_of_the_plan_are_shown():
-  """A layer that no rule names is in the notes of the winner's plan."""
-
-  class Dense(nnx.Module):
-    def __init__(self):
-      self.q_proj = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
-      self.odd = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-      return self.odd(self.q_proj(x))
-
-  rules = [nxp.presets.gpt(), nxp.presets.fsdp_tensor(min_size=16)]
-  batch = jax.ShapeDtypeStruct((8, 512), jnp.float32)
-  result = search(Dense, loss, "cpu:8", batch=batch, rules=rules, compile_best=0)
-  assert "The axis 'expert' splits nothing of this model: its size is 1." in result.notes
-  assert "without tensor parallelism, since no path rule names them: odd.kernel" in str(result)
-
-
-def test_rules_without_axes_are_refused():
-  with pytest.raises(ReportError, match="the rules name no mesh axis"):
-    searched_axes(nxp.replicate())
-
-
 def test_what_no_layout_could_have_is_an_error():
   with pytest.raises(ReportError, match=r"max_microbatches=0 leaves nothing to try(.|\n)*max_microbatches=1"):
     find("cpu:8", max_microbatches=0)
   with pytest.raises(nxp.errors.PlanError, match="zero=1 splits optimizer state, but there is no optimizer"):
     find("cpu:8", optimizer=None, zero=1)
-
-
-def test_layers_are_named_by_their_paths():
-  options = {"batch": BATCH, "rules": nxp.fsdp(), "remat": "full", "layers": "part_?", "compile_best": 0}
-  found = search(lambda: Named(nnx.Rngs(0)), loss, "tpu:v5e:2x4", **options)
-  assert {candidate.memory.remat for candidate in found.fitting} == {"full"}
-  assert 'remat="full", layers="part_?")' in found.code()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_search_takes_every_second_layer_too():
-  config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=4)
-  search_for = functools.partial(
-    search,
-    lambda: decoders.Decoder(config, nnx.Rngs(0)),
-    decoders.loss,
-    "tpu:v5e:2x2",
-    batch=jax.ShapeDtypeStruct((16, 65), jnp.int32),
-    rules=[nxp.LogicalRules(batch="fsdp"), nxp.fsdp()],
-    max_microbatches=1,
-    compile_best=0,
-  )
-  with jax.numpy_rank_promotion("allow"):  # the model is as people write it
-    found = search_for(remat=("full", nxp.Remat("full", every=2)))
-  kinds = {str(c.memory.remat): c.memory.need_bytes for c in found.fitting}
-  assert kinds["full"] < kinds["full in one of every 2 layers"]
-  with pytest.raises(ReportError, match="has no name to print"):
-    search_for(remat=jax.checkpoint_policies.dots_saveable)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_search_proposes_stages():
-  make = lambda: nnx.Sequential(*[pipelines.Layer(nnx.Rngs(0)) for _ in range(8)])
-  rules = [nxp.LogicalRules(batch="data", layers="stage"), nxp.replicate()]
-  batch = jax.ShapeDtypeStruct((64, pipelines.WIDTH), jnp.float32)
-  options = {"remat": ["none"], "pipeline": "stage", "optimizer": optax.adam(1e-3), "compile_best": 0}
-  result = nxp.search(make, loss, "cpu:8", batch=batch, rules=rules, **options)
-  piped = [c for c in result.fitting if c.pipeline is not None]
-  assert {c.sizes["stage"] for c in piped} == {2, 4, 8}
-  assert {c.pipeline for c in piped} == {nxp.Pipeline("stage")}
-  assert len(piped) < len(result.fitting)
-  for c in piped:
-    assert c.memory.schedule == nxp.parallel.Schedule(c.sizes["stage"], c.memory.microbatches, 8)
-    row = next(line for line in str(result).splitlines() if line.startswith(c.mesh_text))
-    assert "bubble" in row
-  best = dataclasses.replace(result, best=min(piped, key=lambda c: c.memory.need_bytes))
-  assert json.loads(best.to_json())["best"]["pipeline"]["axis"] == "stage"
-  scope = {"nxp": nxp, "init": make, "loss": loss, "rules": rules, "optimizer": optax.adam(1e-3)}
-  exec(best.code(), scope)
-  given = nxp.shard_batch(np.ones(batch.shape, batch.dtype), scope["plan"])
-  assert float(scope["step"](scope["model"], scope["state"], given)["loss"]) > 0
-  assert "a 1F1B pipeline over stage" in str(scope["step"].layers)

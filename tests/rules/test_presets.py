@@ -1,14 +1,12 @@
 """Every preset on a model of ours: each parameter named, the expected layout, and the same numbers."""
 
-import jax
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from layout.families import GPT, T5, Llama, ViT
-from nnx_parallel import LogicalRules, PathRules, RuleSet, presets
+from nnx_parallel import LogicalRules, PathRules, presets
 from training import other_notes
 
 MODELS = {"t5": T5, "llama": Llama, "gpt": GPT, "vit": ViT}
@@ -25,12 +23,6 @@ def build(name, **options):
   return lambda: MODELS[name](nnx.Rngs(0), **options)
 
 
-def inputs(name):
-  tokens = np.arange(64).reshape(8, 8) % 32
-  images = np.linspace(-1, 1, 8 * 4 * 4 * 3, dtype=np.float32).reshape(8, 4, 4, 3)
-  return {"t5": (tokens, tokens[:, ::-1]), "vit": (images,)}.get(name, (tokens,))
-
-
 def table(plan):
   """Path with list indices as * -> spec; a spec that differs between layers would show as two."""
   specs: dict[str, set] = {}
@@ -38,27 +30,6 @@ def table(plan):
     specs.setdefault(".".join("*" if isinstance(p, int) else str(p) for p in leaf.path), set()).add(leaf.spec)
   assert all(len(found) == 1 for found in specs.values())
   return {path: found.pop() for path, found in specs.items()}
-
-
-def test_the_original_t5_table():
-  rules = [presets.t5(), nxp.LogicalRules(embed=None, heads="mp", mlp="mp", vocab="mp")]
-  specs = table(nxp.plan(build("t5"), nxp.abstract_mesh(dp=2, mp=4), rules))
-  column, row, whole = P(None, "mp"), P("mp", None), P(None)
-  attention = lambda path: {f"{path}.{n}.kernel": row if n == "o" else column for n in "qkvo"}
-  expected = {
-    "shared.embedding": row,
-    "lm_head.kernel": column,
-    **attention("encoder.block.*.layer.*.SelfAttention"),
-    **attention("decoder.block.*.layer.*.SelfAttention"),
-    **attention("decoder.block.*.layer.*.EncDecAttention"),
-  }
-  for part in ("encoder", "decoder"):
-    dense = f"{part}.block.*.layer.*.DenseReluDense"
-    expected |= {f"{dense}.wi_0.kernel": column, f"{dense}.wi_1.kernel": column, f"{dense}.wo.kernel": row}
-    expected[f"{part}.block.*.layer.*.SelfAttention.relative_attention_bias.embedding"] = P(None, None)
-    expected[f"{part}.block.*.layer.*.layer_norm.scale"] = whole
-    expected[f"{part}.final_layer_norm.scale"] = whole
-  assert specs == expected
 
 
 EXPECTED = {
@@ -128,20 +99,6 @@ def test_a_family_without_a_fallback_leaves_nothing_unmatched(name):
   nxp.plan(build(name), nxp.abstract_mesh(tensor=2), [getattr(presets, name)(), logical])
 
 
-@pytest.mark.cases(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_numbers_as_on_one_device(name):
-  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  rules = [getattr(presets, name)(), presets.fsdp_tensor(min_size=64)]
-  model = nxp.create_sharded_model(build(name, depth=1), mesh, rules)
-  assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))) > 5
-  run = nnx.jit(lambda m, args: m(*args))
-  np.testing.assert_allclose(
-    run(model, inputs(name)), run(build(name, depth=1)(), inputs(name)), rtol=2e-5, atol=2e-5
-  )
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_on_their_mesh(name):
   rules = getattr(presets, name)(**({} if name == "data_parallel" else {"min_size": 64}))
@@ -173,40 +130,11 @@ def test_dims_that_a_layout_is_about():
   assert spec(presets.fsdp_tensor(), ("embed", "kv_heads"), (8, 3), fsdp=2, tensor=4) == P(None, None)
 
 
-@pytest.mark.parametrize("name", presets.__all__)
-def test_presets_print_as_code(name):
-  made = getattr(presets, name)()
-  names = {name: getattr(nxp, name) for name in nxp.__all__}
-  assert RuleSet.of(eval(repr(made), names)) == RuleSet.of(made)
-
-
 def test_a_preset_is_edited_by_name():
   rules = presets.fsdp_tensor().replace(vocab=None, kv_heads=None)
   assert rules.logical["vocab"] == ((),)
   assert rules.logical["mlp"] == (("tensor",),)
   assert presets.fsdp_tensor().logical["vocab"] == (("tensor",), ())
-
-
-class Stock(nnx.Module):
-  def __init__(self, rngs):
-    self.linear = nnx.Linear(8, 16, rngs=rngs)
-    self.general = nnx.LinearGeneral(8, (3, 4), rngs=rngs)
-    self.einsum = nnx.Einsum("ab,bcd->acd", (8, 2, 4), (2, 4), rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(2, 8, decode=False, normalize_qk=True, rngs=rngs)
-    self.embed = nnx.Embed(16, 8, rngs=rngs)
-    self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-    self.transposed = nnx.ConvTranspose(3, 8, (3, 3), rngs=rngs)
-    self.norms = nnx.List(
-      [norm(8, rngs=rngs) for norm in (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.InstanceNorm)]
-    )
-    self.group_norm = nnx.GroupNorm(8, num_groups=2, rngs=rngs)
-    self.cells = nnx.List(
-      [cell(4, 8, rngs=rngs) for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)]
-    )
-    self.lora = nnx.LoRALinear(8, 16, lora_rank=2, rngs=rngs)
-    self.spectral = nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
-    self.activation = nnx.PReLU()
-    self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
 
 class Grouped(nnx.Module):
@@ -235,25 +163,6 @@ def test_attention_without_names_is_split_by_heads_and_never_along_the_head_dim(
   assert specs["o.kernel"] == P("tensor", *rest, None)
 
 
-def test_stock_layers_need_no_other_rules():
-  logical = LogicalRules(embed=None, heads="tensor", vocab="tensor", features="tensor")
-  plan = nxp.plan(lambda: Stock(nnx.Rngs(0)), nxp.abstract_mesh(tensor=2), [presets.layers(), logical])
-  specs = {leaf.name: leaf.spec for leaf in plan.leaves}
-  assert specs["attention.query.kernel"] == P(None, "tensor", None)
-  assert specs["attention.query.bias"] == P("tensor", None)
-  assert specs["attention.out.kernel"] == P("tensor", None, None)
-  assert specs["attention.query_ln.scale"] == P(None)
-  assert specs["embed.embedding"] == P("tensor", None)
-  assert specs["lora.lora.lora_a"] == P(None, None)
-  assert specs["lora.lora.lora_b"] == P(None, "tensor")
-  attention = [name for name in specs if name.startswith("attention.")]
-  for name, spec in specs.items():
-    if name.endswith(".kernel") and name not in attention:
-      assert spec == P(*[None] * (len(spec) - 1), "tensor"), name
-    elif name not in attention and not name.endswith(("lora_b", "embedding")):
-      assert not any(spec), name
-
-
 def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
   rules = PathRules([(("self_attn", "q_proj", "weight"), None), (r"lm_head\.kernel", (None, None))])
   with pytest.raises(nxp.errors.ShardingError) as caught:
@@ -276,18 +185,6 @@ def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():
   assert not [note for note in make(optional=True).notes if "matches nothing" in note]
 
 
-def test_matrices_that_a_table_does_not_know_are_noted():
-  def init():
-    rngs = nnx.Rngs(0)
-    mlp = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.gelu, nnx.Linear(32, 16, rngs=rngs))
-    return nnx.Dict(fc1=nnx.Linear(16, 32, rngs=rngs), mlp=mlp)
-
-  plan = nxp.plan(init, nxp.abstract_mesh(fsdp=2, tensor=4), [presets.vit(), presets.fsdp_tensor()])
-  assert other_notes(plan) == (
-    "without tensor parallelism, since no path rule names them: mlp.layers.0.kernel, mlp.layers.2.kernel",
-  )
-
-
 class Beside(nnx.Module):
   """A block with the layers of its MLP beside the attention, and a table."""
 
@@ -301,15 +198,6 @@ class Beside(nnx.Module):
 def specs_of(rules, **sizes):
   plan = nxp.plan(Beside, nxp.make_mesh(**sizes), rules)
   return {leaf.name: leaf.spec for leaf in plan.leaves}, plan.notes
-
-
-def test_gpt_knows_an_mlp_beside_the_attention():
-  specs, notes = specs_of([presets.gpt(), presets.fsdp_tensor(min_size=0)], data=2, tensor=4)
-  assert specs["blocks.0.fc.kernel"] == P(None, "tensor")
-  assert specs["blocks.0.out.kernel"] == P("tensor", None)
-  assert notes == (
-    "the mesh has no axis 'fsdp', so rules of the preset are left out: fsdp('fsdp', min_size=0, extend=True)",
-  )
 
 
 def test_rules_of_a_preset_for_axes_that_the_mesh_lacks_are_left_out_with_a_note():

@@ -78,21 +78,6 @@ def test_a_step_by_hand_equals_the_plain_one(layout, check):
   assert int(optimizer.step[...]) == 3
 
 
-def test_what_the_step_by_hand_sends():
-  sizes, rules, axes = LAYOUTS["data"]
-  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(sizes), rules)
-  model, batch = placed(plan), {"x": normal(16, 16), "y": jnp.zeros(16, jnp.int32)}
-
-  def gradients(model, batch):
-    grads = nnx.grad(lambda m: own_loss(nxp.parallel.gather_parameters(m, plan, axes), batch))(model)
-    return grads.layers[0].kernel[...], grads.layers[1].bias[...]
-
-  mapped = nxp.parallel.map_shards(gradients, plan, out_specs=(plan["layers.0.kernel"].spec, P()))
-  text = nnx.jit(mapped).lower(model, batch).compile().as_text()
-  sent = {(c.kind, c.bytes) for c in collectives(text, sizes)}
-  assert {("reduce-scatter", 16 * 32 * 4), ("all-gather", 16 * 32 * 4), ("all-reduce", 3 * 4)} <= sent
-
-
 def test_dropout_differs_along_the_batch_and_agrees_along_other_axes():
   mesh = nxp.make_mesh(data=4, tensor=2)
   plan = nxp.plan(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), mesh, nxp.LogicalRules(batch="data"))
@@ -116,22 +101,6 @@ def test_a_module_that_the_plan_is_not_for():
     nxp.parallel.map_shards(lambda m: 0, plan)(Net(nnx.Rngs(0)))
   with pytest.raises(SchemeError, match="2 in_specs for 1 arguments"):
     nxp.parallel.map_shards(lambda m: 0, plan, in_specs=(None, None))(placed(plan))
-  with pytest.raises(SchemeError, match="not split along 'data' by hand"):
-    nxp.parallel.gather_parameters(placed(plan), plan, "data")
-
-
-def test_axes_are_gathered_from_the_minor_one():
-  mesh = nxp.make_mesh(data=2, fsdp=4)
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, nxp.fsdp(("data", "fsdp"), min_size=8))
-  model = placed(plan)
-  with pytest.raises(SchemeError, match="cannot be gathered over 'data'"):
-    nxp.parallel.map_shards(
-      lambda m: nxp.parallel.gather_parameters(m, plan, "data").kernel[...].sum(), plan
-    )(model)
-
-
-def test_outside_of_a_shard_map_nothing_is_gathered():
-  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.fsdp("data", min_size=16))
   with pytest.raises(SchemeError, match="not split along 'data' by hand"):
     nxp.parallel.gather_parameters(placed(plan), plan, "data")
 

@@ -181,50 +181,6 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
 
 
-@pytest.mark.parametrize("stated", [True, False], ids=["layout of results", "no layout"])
-def test_a_ring_of_some_heads_sends_keys_and_values_in_a_shorter_ring(stated):
-  """Queries, keys, values, results and gradients once in all-to-alls; nothing is gathered."""
-  mesh, length = nxp.make_mesh(context=4, heads=2), 64
-  attend = nxp.parallel.context_attention(causal=True, heads_axis="heads")
-  layout = NamedSharding(mesh, PartitionSpec(None, ("context", "heads")))
-  given = [jax.ShapeDtypeStruct((1, length, HEADS, WIDTH), jnp.float32, sharding=layout)] * 3
-
-  def summed(*given):
-    return jnp.sum(attend(*given) ** 2)
-
-  with jax.set_mesh(mesh):
-    options = {"out_shardings": (layout,) * 3} if stated else {}
-    program = jax.jit(jax.grad(summed, (0, 1, 2)), **options).lower(*given).compile()
-  found = collectives(program.as_text(), dict(mesh.shape))
-  shard = length // 8 * HEADS * WIDTH * 4
-  assert [(c.axes, c.bytes) for c in found if c.kind == "all-to-all"] == [(("heads",), shard)] * 8
-  permuted = [c for c in found if c.kind != "all-to-all"]
-  assert {(c.kind, c.axes) for c in permuted} == {("collective-permute", ("context",))}
-  assert sum(c.sent_bytes for c in permuted) == (3 + 2 + 4) * 2 * shard
-
-
-@pytest.mark.parametrize("how", ["ring", "ulysses"])
-def test_bfloat16_is_as_good_as_that_of_the_whole_sequence(how):
-  q, k, v, _w, _ = (jnp.asarray(x) for x in drawn(2, 32, 4))
-  low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-  exact = np.asarray(whole(*(x.astype(jnp.float32) for x in low), causal=True))
-  plain = np.asarray(whole(*low, causal=True), np.float32)
-  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
-    found = jax.jit(nxp.parallel.context_attention(how=how, causal=True, block=4))(*low)
-  assert found.dtype == jnp.bfloat16
-  assert abs(np.asarray(found, np.float32) - exact).max() <= 1.5 * abs(plain - exact).max()
-
-
-def test_without_a_mesh_and_outside_of_jit():
-  q, k, v, _, segments = drawn(2, 24, 2)
-  wanted = whole(q, k, v, segments, causal=True)
-  attend = nxp.parallel.context_attention(causal=True, block=7)
-  np.testing.assert_allclose(attend(*map(jnp.asarray, (q, k, v)), segment_ids=segments), wanted, atol=1e-5)
-  layout = NamedSharding(nxp.make_mesh(data=2, context=4), PartitionSpec("data", "context"))
-  placed = [jax.device_put(x, layout) for x in (q, k, v, segments)]
-  np.testing.assert_allclose(attend(*placed[:3], segment_ids=placed[3]), wanted, atol=1e-5)
-
-
 # What is sent, kept and computed.
 
 
@@ -260,79 +216,11 @@ def test_a_ring_sends_each_shard_of_keys_and_values_to_the_seven_others(zigzag):
   assert kinds == {"collective-permute"}
 
 
-def test_a_windowed_ring_ends_with_the_last_device_that_is_seen():
-  shard = 2 * 64 // 8 * HEADS * WIDTH * 4
-  for window, visits in ((8, 1), (10, 2)):
-    attend = nxp.parallel.context_attention(causal=True, window=window)
-    assert permuted(compiled(attend, 64, gradient=False)) == visits * shard
-
-
 def test_all_to_all_sends_queries_keys_values_and_results_once():
   program = compiled(nxp.parallel.context_attention(how="ulysses", causal=True), 64, gradient=False, heads=8)
   found = collectives(program.as_text(), {"context": 8})
   assert {c.kind for c in found} == {"all-to-all"}
   assert sum(c.total_bytes for c in found) == 4 * 64 // 8 * 8 * WIDTH * 4
-
-
-@pytest.mark.parametrize("how", ["ring", "ulysses"])
-def test_what_other_axes_split_stays_split(how):
-  mesh = nxp.make_mesh(data=2, context=2, tensor=2)
-  split = NamedSharding(mesh, PartitionSpec("data", "context", "tensor"))
-  x = jax.ShapeDtypeStruct((4, 64, 4, 8), np.float32, sharding=split)
-  attend = nxp.parallel.context_attention(how=how, causal=True, block=16)
-  with jax.set_mesh(mesh):
-    run = jax.jit(jax.grad(lambda *given: (attend(*given) ** 2).sum(), (0, 1, 2)))
-    text = run.lower(x, x, x).compile().as_text()
-  kind = "collective-permute" if how == "ring" else "all-to-all"
-  assert {c.kind for c in collectives(text, dict(mesh.shape))} == {kind}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["ring", "ulysses"])
-def test_temporaries_are_those_of_a_few_arrays_of_a_device_and_not_of_its_scores(how):
-  attend = nxp.parallel.context_attention(how=how, causal=True, zigzag=how == "ring", block=64)
-  size = compiled(attend, 16384, gradient=True, heads=8).memory_analysis().temp_size_in_bytes
-  own = 16384 // 8 * 8 * WIDTH * 4  # the queries of a device
-  assert size < 20 * own
-  assert size < 16384 * 16384 * 8 * 4 // 8 / 50  # its part of the scores
-
-
-def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all():
-  length, shards, block = 8 * 32, 8, 4
-  balanced = nxp.parallel.context_attention(causal=True, zigzag=True, block=block).tiles(length, shards)
-  straight = nxp.parallel.context_attention(causal=True, block=block).tiles(length, shards)
-  every = nxp.parallel.context_attention(block=block).tiles(length, shards)
-  assert (balanced == balanced[:1]).all()
-  assert balanced.sum() == straight.sum()
-  tiles = length // block
-  assert balanced.sum() == tiles * (tiles + 1) / 2
-  assert every.sum() == tiles**2
-  # The slowest device of each visit decides how long a ring takes.
-  assert straight.max(0).sum() > 1.8 * balanced.max(0).sum()
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("explicit", [(), ("data",), ("data", "context")])
-@pytest.mark.parametrize("context", [4, 1])
-def test_a_device_does_not_compute_blocks_of_other_documents(explicit, context):
-  q, k, v, w, _ = drawn(2, 32, 2)
-  ids = np.repeat([[0, 1], [0, 1]], [16, 16], 1)
-  ids[1, 8:] = 1  # the second example needs more blocks
-  v = np.where(ids[:, :, None, None] == 1, np.nan, v)  # 0 x NaN is NaN, where it is computed
-  attend = nxp.parallel.context_attention(block=8)
-  mesh = nxp.make_mesh(data=2, context=context, devices=jax.devices()[: 2 * context], explicit=explicit)
-  given = jax.device_put((q, k, v, w, ids), NamedSharding(mesh, PartitionSpec("data", "context")))
-
-  def loss(q, k, v, w, ids):
-    found = attend(q, k, v, segment_ids=ids)
-    return jnp.where(ids[:, :, None, None] == 0, found * w, 0).sum(), found
-
-  with jax.set_mesh(mesh), nxp.use_rules(nxp.LogicalRules(batch="data"), mesh):
-    (_, found), slopes = jax.jit(jax.value_and_grad(loss, (0, 1), True))(*given)
-  for x in map(np.asarray, (found, *slopes)):
-    assert np.isfinite(x[ids == 0]).all()
-  assert np.isnan(np.asarray(found)[ids == 1]).all()
 
 
 def test_devices_have_equal_work_for_documents_of_all_lengths():
@@ -517,54 +405,6 @@ def test_training_equals_one_device(case):
   np.testing.assert_allclose(losses, on_one_device(), rtol=2e-5)
 
 
-class Packed(nnx.Module):
-  """One layer of attention over packed documents."""
-
-  def __init__(self, attend, rngs):
-    self.embed = nnx.Embed(48, 32, rngs=rngs)
-    self.qkv = nnx.LinearGeneral(32, (3, HEADS, WIDTH), rngs=rngs)
-    self.head = nnx.Linear(32, 48, rngs=rngs)
-    self.attend = attend
-
-  def __call__(self, batch):
-    x = self.embed(batch["tokens"])
-    q, k, v = jnp.moveaxis(self.qkv(x), 2, 0)
-    found = self.attend(q, k, v, segment_ids=batch["ids"], positions=batch["positions"])
-    return self.head(x + found.reshape(x.shape))
-
-
-def packed_loss(model, batch):
-  return optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["labels"]).mean()
-
-
-@pytest.mark.nightly
-@pytest.mark.cases(1)
-@pytest.mark.usefixtures("compiled_here")
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("options", [{"microbatches": 2}, {}], ids=str)
-@pytest.mark.slow
-def test_a_step_on_packed_documents_equals_one_device(explicit, options):
-  batch = dict(zip(("ids", "positions"), packed(3, 4, 64), strict=True))
-  tokens = np.random.default_rng(1).integers(0, 48, (4, 65))
-  batch |= {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-  def alone(q, k, v, *, segment_ids, positions):
-    del positions
-    return whole(q, k, v, segment_ids, causal=True)
-
-  attend = nxp.parallel.context_attention(causal=True, block=8)
-  split = [nxp.LogicalRules(batch="fsdp", seq="context"), INPUTS, nxp.fsdp(("tensor", "fsdp"), min_size=0)]
-  mesh = nxp.make_mesh(fsdp=2, context=2, tensor=2, explicit=explicit)
-  moved = nxp.parallel.zigzag(batch, 2, segment_ids=batch["ids"], block=4)
-  cases = [(alone, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate(), batch, {})]
-  cases += [(attend, mesh, split, moved, options)]
-  found = []
-  for function, where, rules, given, options in cases:
-    plan = nxp.plan(lambda f=function: Packed(f, nnx.Rngs(0)), where, rules, optimizer=optax.adamw(1e-2))
-    found.append(run_steps(plan, packed_loss, [given] * 3, **options).losses)
-  np.testing.assert_allclose(found[1], found[0], rtol=2e-5)
-
-
 FUSED = {
   "causal": ({"data": 2, "context": 4}, 4, {"causal": True}, True),
   "window, few heads": ({"data": 2, "context": 4}, 2, {"causal": True, "window": 70}, False),
@@ -606,17 +446,3 @@ def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(kernels.splash_attention, interpret=True))
   axes, kv_heads, options, segmented = FUSED[case]
   assert_by_kernel(axes, {"how": "ulysses", **options}, 256, kv_heads, segmented=segmented)
-
-
-def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
-  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(kernels.splash_attention, interpret=True))
-  attend = nxp.parallel.context_attention(how="ulysses", fused=True)
-  q, k, v, _, _ = drawn(2, 40, 4)
-  with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, context=4)):
-    assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
-    np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
-  q, k, v, _, _ = drawn(2, 512, 4)
-  for options in ({"how": "ring"}, {"how": "ulysses", "zigzag": True}):
-    attend = nxp.parallel.context_attention(causal=True, fused=True, **options)
-    with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, context=4)):
-      assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import nnx_parallel as nxp
-from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.keys import identity
 
 EXPERTS, WIDTH, HIDDEN, SIZES = 4, 6, 10, (3, 0, 5, 2)
 
@@ -81,24 +79,6 @@ def test_values_and_gradients_are_those_of_each_expert_alone(case, sizes):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=tolerance, atol=tolerance)
 
 
-def products(experts):
-  parameters, rows = drawn()
-  weights = {name: parameters[name][:experts] for name in ("gate", "up", "down")}
-  sizes = jnp.array(SIZES) if experts > 1 else jnp.array([len(rows)])
-  program = jax.make_jaxpr(gated)(weights, rows, sizes)
-  return program, [eqn.primitive.name for eqn in equations(program) if "dot" in eqn.primitive.name]
-
-
-def test_products_of_experts_are_grouped_and_those_of_one_expert_are_not():
-  assert products(EXPERTS)[1] == ["ragged_dot_general"] * 3
-  assert products(1)[1] == ["dot_general"] * 3
-
-
-def test_equal_experts_of_two_layers_have_equal_traces():
-  """Or the layers would not be found as equal layers."""
-  assert identity(products(EXPERTS)[0]) == identity(products(EXPERTS)[0])
-
-
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 1)], ids=["rows", "weights", "both"])
 def test_it_can_be_mapped(axes):
   def of(n):
@@ -120,15 +100,3 @@ def test_it_can_be_mapped(axes):
   for n in range(2):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(run(*of(n))), strict=True):
       np.testing.assert_allclose(a[n], b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"capacity": 8.0}], ids=["dropless", "capacity"])
-def test_experts_with_the_product_of_jax_and_experts_without_parameters(options):
-  parameters, rows = drawn()
-  routing = nxp.parallel.route(rows[:, :EXPERTS], EXPERTS)
-  each = [biased_alone(jax.tree.map(lambda leaf, n=n: leaf[n], parameters), rows) for n in range(EXPERTS)]
-  chosen = jnp.take_along_axis(jnp.stack(each, 1), routing.experts[..., None], 1)
-  y, _ = nxp.parallel.experts(by_jax, parameters, rows, routing, **options)
-  np.testing.assert_allclose(y, (chosen * routing.weights[..., None]).sum(1), rtol=1e-5, atol=1e-5)
-  y, _ = nxp.parallel.experts(lambda p, rows, sizes: rows * 2, {}, rows, routing, **options)
-  np.testing.assert_allclose(y, rows * 2, rtol=1e-6)

@@ -137,22 +137,6 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(case):
   check(found, wanted(tokens, experts, top_k))
 
 
-def test_without_a_mesh_and_outside_of_jit():
-  parameters, x, router, _ = drawn((7, 3), 4)
-  routing = nxp.parallel.route(x @ router, 2)
-  wanted = dense(gated, parameters, x, routing)
-  for layer in LAYERS.values():
-    y, dropped = layer(gated, parameters, jnp.asarray(x), routing)
-    np.testing.assert_allclose(y, wanted, atol=1e-5)
-    assert int(dropped) == 0
-  mesh = nxp.make_mesh(data=2, expert=4)
-  placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-  y, _ = nxp.parallel.experts(
-    gated, jax.device_put(parameters, NamedSharding(mesh, PartitionSpec())), placed, routing
-  )
-  np.testing.assert_allclose(y, wanted, atol=1e-5)
-
-
 # Tokens are conserved. Each expert marks its rows with its number, so that the sum of a token counts who
 # computed it.
 
@@ -205,35 +189,6 @@ def test_each_choice_is_computed_exactly_once(seed, skew, buffer):
   assert dropped == 0
 
 
-@settings(max_examples=25, deadline=None)
-@given(**ROUTED, capacity=st.sampled_from([0.5, 1.0, 1.5]))
-def test_with_a_capacity_the_last_choices_are_dropped_and_counted(seed, skew, capacity):
-  experts = skewed(seed, skew)
-  found, dropped = counting(capacity=capacity)(experts)
-  assert found.sum() + dropped == experts.size
-  own = TOKENS // 8  # each device has slots for its own tokens
-  slots = math.ceil(capacity * own * TOP_K / EXPERTS)
-  kept = np.zeros((TOKENS, EXPERTS))
-  for first in range(0, TOKENS, own):
-    used = np.zeros(EXPERTS, int)
-    for choice in range(TOP_K):
-      for token in range(first, first + own):
-        expert = experts[token, choice]
-        kept[token, expert] += used[expert] < slots
-        used[expert] += 1
-  np.testing.assert_array_equal(found, kept)
-
-
-@pytest.mark.parametrize("options", [{"block": 4}, {"capacity": 8.0}], ids=["dropless", "capacity"])
-def test_a_choice_of_no_expert_is_not_computed_and_not_dropped(options):
-  experts = skewed(0, 0.0)
-  experts[::3] = -1
-  experts[1, 1] = EXPERTS
-  found, dropped = counting(**options)(experts)
-  np.testing.assert_array_equal(found, by_expert(np.where(experts < 0, EXPERTS, experts)))
-  assert dropped == 0
-
-
 def test_an_expert_that_gets_all_tokens_takes_rounds_and_gradients_stay_right():
   given = drawn((16,), 8)
   given[1][:, 0] = 4
@@ -263,19 +218,6 @@ def test_dropped_choices_have_no_gradient():
   np.testing.assert_array_equal(by_x[:, 0], kept)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_bfloat16_is_as_good_as_that_of_one_device(layer):
-  parameters, x, router, _ = drawn((16,), 4)
-  low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (parameters, jnp.asarray(x)))
-  routing = nxp.parallel.route(x @ router, 2)
-  exact = dense(gated, *jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low), routing)
-  plain = dense(gated, *low, routing).astype(jnp.float32)
-  with jax.set_mesh(nxp.make_mesh(MESH)):
-    y, _ = jax.jit(functools.partial(LAYERS[layer], gated))(*low, routing)
-  assert y.dtype == jnp.bfloat16
-  assert abs(y.astype(jnp.float32) - exact).max() <= 2 * abs(plain - exact).max()
-
-
 def of_each(layer, mapped):
   _, _, router, w = drawn((2, 8), 4)
 
@@ -300,29 +242,6 @@ def test_under_vmap_and_on_a_mesh_with_auto_and_explicit_axes(layer, explicit):
     placed = jax.device_put(drawn((2, 8), 4)[:2], NamedSharding(mesh, PartitionSpec()))
     found = of_each(LAYERS[layer], not explicit)(*placed)
   check(found, wanted_of_each(not explicit))
-
-
-def test_empty_places_of_a_block_have_no_gradient():
-  """Where the expert has no derivative at zero, a row of zeros would make NaN of 0 times infinity."""
-  given = drawn((7,), 4)[:2]
-  routing = nxp.parallel.route(jnp.asarray(np.random.default_rng(3).normal(size=(7, 4)), jnp.float32), 2)
-
-  def summed(layer, parameters, x):
-    expert = lambda p, rows, sizes: nxp.parallel.ragged_dot(
-      rows / jnp.linalg.norm(rows, axis=-1, keepdims=True), p["gate"], sizes
-    )
-    return (layer(expert, parameters, x, routing) ** 2).sum()
-
-  wanted = jax.grad(functools.partial(summed, dense), (0, 1))(*given)
-  with jax.set_mesh(nxp.make_mesh(MESH)):
-    layer = lambda *args: nxp.parallel.experts(*args, block=5)[0]
-    check(jax.jit(jax.grad(functools.partial(summed, layer), (0, 1)))(*given), wanted)
-
-
-def test_infinite_rooms_and_more_choices_than_experts():
-  experts = np.zeros((TOKENS, EXPERTS + 1), np.int32)
-  found, _ = counting(buffer=math.inf, block=5)(experts)
-  np.testing.assert_array_equal(found, by_expert(experts))
 
 
 def test_inside_a_shard_map_over_the_batch():
@@ -362,14 +281,6 @@ def as_on_tpus(monkeypatch):
   monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
   monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
   monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
-
-
-@pytest.mark.parametrize("case", ["rounds", "rounds, odd", "dropless, odd", "rounds, one expert each"])
-def test_a_ragged_exchange_gives_the_same(case, as_on_tpus):
-  layer, shape, tokens, experts, top_k, explicit = SIZES[case]
-  with jax.set_mesh(nxp.make_mesh(shape, explicit=explicit)):
-    found = with_gradients(LAYERS[layer], top_k)(*drawn(tokens, experts))
-  check(found, wanted(tokens, experts, top_k))
 
 
 @pytest.mark.cases(6)
@@ -426,52 +337,6 @@ def test_a_capacity_sends_its_slots_there_and_back_and_their_gradients():
   assert {c.kind for c in collectives(program.as_text(), dict(mesh.shape))} == {"all-to-all", "all-reduce"}
   weights = 2 * 8 // 4 * 16 * 32 * 4
   assert sum(size for _, size in sent(program, mesh, "all-reduce")) == weights
-
-
-def test_rounds_send_tokens_twice_forward_and_three_times_backward():
-  mesh = nxp.make_mesh(data=2, expert=4)
-  program = compiled(functools.partial(nxp.parallel.experts, buffer=1.5, block=16), mesh)
-  share = 1 - (6 * 5) / (8 * 7)  # of the tokens choose one of the two experts of a device, or both
-  slots = math.ceil(1.5 * 256 // 8 * share)
-  wanted = []
-  for size in (math.ceil(slots / 4), slots):  # a further round, and the first one
-    # Numbers of experts and weights, forward and backward, and gradients of weights; then rows.
-    wanted += [4 * size * 2 * 4] * 5 + [4 * size * 16 * 4] * 5
-  if jax.__version_info__ < (0, 12):  # XLA's compiler for CPUs drops the barrier before it merges operations
-    for size in (4 * slots * 2 * 4, 4 * slots * 2 * 4, 4 * slots * 16 * 4):
-      wanted.remove(size)
-  wanted = sorted(wanted)
-  assert sent(program, mesh, "all-to-all") == [(("expert",), size) for size in wanted]
-
-
-@pytest.mark.parametrize("layer", ["capacity", "dropless"])
-def test_what_fsdp_and_tensor_split_is_gathered_once_or_stays(layer):
-  mesh = nxp.make_mesh(fsdp=2, expert=2, tensor=2)
-  program = compiled(LAYERS[layer], mesh)
-  own = 8 // 2 * 16 * 32 // 2 * 4
-  gathered = sent(program, mesh, "all-gather")
-  assert {axes for axes, _ in gathered} == {("fsdp",)}
-  assert sum(size for _, size in gathered) == 2 * own
-  summed = [size for axes, size in sent(program, mesh, "all-reduce") if axes == ("fsdp",)]
-  assert sum(summed) == 2 * own
-  kinds = {c.kind for c in collectives(program.as_text(), dict(mesh.shape))}
-  assert kinds == {"all-gather", "all-reduce", "all-to-all"}
-
-
-def test_a_router_gathers_no_tokens():
-  mesh = nxp.make_mesh(data=2, expert=4)
-  logits = jax.ShapeDtypeStruct(
-    (64, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec(("data", "expert")))
-  )
-
-  def run(logits):
-    routing = nxp.parallel.route(logits, 2)
-    return routing.weights.sum() + routing.auxiliary_loss + routing.z_loss
-
-  program = jax.jit(jax.value_and_grad(run)).lower(logits).compile()
-  found = collectives(program.as_text(), dict(mesh.shape))
-  assert {c.kind for c in found} == {"all-reduce"}
-  assert max(c.bytes for c in found) <= 2 * 8 * 4
 
 
 # The router.
@@ -531,14 +396,6 @@ def test_a_router_chooses_the_best_and_weighs_them_by_their_scores(score, normal
     jnp.asarray(bias)
   )
   assert not slope.any()
-
-
-def test_even_loads_have_the_loss_one_and_equal_scores_choose_different_experts():
-  routing = nxp.parallel.route(jnp.zeros((4, 6)), 6)
-  assert sorted(routing.experts[0].tolist()) == list(range(6))
-  assert float(routing.auxiliary_loss) == pytest.approx(1)
-  masked = nxp.parallel.route(jnp.array([[0.0, -jnp.inf, -jnp.inf]]), 3)
-  assert sorted(masked.experts[0].tolist()) == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -622,51 +479,6 @@ def test_what_does_not_fit_is_refused(shape, logits, options, message):
   given = {"up": jnp.zeros(shape)}, jnp.zeros((8, 4)), nxp.parallel.route(jnp.zeros(logits), 2)
   with jax.set_mesh(nxp.make_mesh(MESH)), pytest.raises(SchemeError, match=message):
     nxp.parallel.experts(up, *given, **options)
-
-
-@pytest.mark.parametrize(
-  ("top_k", "options", "message"),
-  [
-    (5, {}, "top_k from 1 to 4"),
-    (1, {"score": "relu"}, "score='relu'"),
-    (1, {"bias": np.zeros(3)}, r"a bias of shape \(4,\)"),
-    (1, {"groups": 3}, "4 experts cannot be in 3 equal groups"),
-    (3, {"groups": 2}, "top_groups from 2 to 2"),
-    (3, {"mask": np.ones((2, 1), bool)}, r"a mask of shape \(2,\)"),
-  ],
-)
-def test_options_of_a_router_that_are_none_are_refused(top_k, options, message):
-  with pytest.raises(SchemeError, match=message):
-    nxp.parallel.route(jnp.zeros((2, 4)), top_k, **options)
-
-
-def test_no_choices_and_complex_numbers_are_refused():
-  given, x = {"up": jnp.zeros((4, 4, 4))}, jnp.zeros((8, 4))
-  none = nxp.parallel.Routing(jnp.zeros((8, 0)), jnp.zeros((8, 0), jnp.int32), 0.0, 0.0, jnp.zeros(4))
-  with pytest.raises(SchemeError, match="the routing has no choices"):
-    nxp.parallel.experts(up, given, x, none)
-  given, routing = {"up": jnp.zeros((4, 4, 4), jnp.complex64)}, nxp.parallel.route(jnp.zeros((8, 4)), 2)
-  with pytest.raises(SchemeError, match="add up real numbers"):
-    nxp.parallel.experts(lambda *args: up(*args).real, given, x, routing)
-
-
-def test_a_function_of_one_expert_and_other_weights_are_refused():
-  given = {"w1": jnp.zeros((4, 4, 4))}, jnp.zeros((8, 4)), nxp.parallel.route(jnp.zeros((8, 4)), 2)
-  with pytest.raises(SchemeError, match=r"\(parameters, rows, group_sizes\): too many.*\n.*mlp_experts"):
-    nxp.parallel.experts(lambda p, rows: rows @ p["w1"], *given)
-  with pytest.raises(SchemeError, match=r"other parameters than 'w1'.*\n.*'up': up, 'down': down"):
-    nxp.parallel.experts(nxp.parallel.mlp_experts, *given)
-
-
-def test_an_axis_that_is_manual_already_is_refused():
-  def local(x):
-    return nxp.parallel.experts(mark, jnp.eye(EXPERTS), x, nxp.parallel.route(x @ jnp.ones((1, EXPERTS)), 1))[
-      0
-    ]
-
-  run = jax.shard_map(local, mesh=nxp.make_mesh(expert=8), in_specs=PartitionSpec("expert"), out_specs=None)
-  with pytest.raises(SchemeError, match="over 'expert': this code is mapped"):
-    run(jnp.zeros((8, 1)))
 
 
 # Models.

@@ -210,32 +210,6 @@ def test_dims_say_what_the_matrices_of_an_array_are(sizes, layers):
   assert {x.shape[0] for x in jax.tree.leaves(nnx.as_pure(groups))} == {8}  # 3 + 1 + 1, padded
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", ["muon", "shampoo and adam"])
-def test_the_padding_of_a_plan_is_no_part_of_a_matrix(name):
-  init = functools.partial(Net, 2, 15, 30)
-  one = trained(plan_on((1, 1, 1), TRANSFORMATIONS[name](lambda tx: tx), init), width=15)[0]
-  plan = plan_on((2, 2, 2), TRANSFORMATIONS[name](nxp.parallel.per_matrix), init, uneven="pad")
-  assert any(plan["blocks.0.a.kernel"].padding)
-  assert_equal(trained(plan, width=15)[0], one)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_microbatches_offload_and_wrappers_go_with_it():
-  wrap = lambda tx: nxp.with_ema(nxp.skip_nonfinite(nxp.parallel.per_matrix(tx)), 0.9)
-  tx = lambda wrap: wrap(optax.contrib.muon(RATE))
-  plan = plan_on((2, 2, 2), tx(wrap), optimizer_memory="pinned_host")
-  (momentum, *_) = [leaf for leaf in plan.leaves if "groups.16x16" in leaf.name and len(leaf.shape) == 3]
-  assert momentum.on_host
-  model, optimizer = trained(plan, microbatches=4)
-  assert_equal(model, alone("muon"))
-  one, its_optimizer = trained(plan_on((1, 1, 1), nxp.with_ema(optax.contrib.muon(RATE), 0.9)))
-  assert_equal(nxp.ema_of(optimizer, model), nxp.ema_of(its_optimizer, one))
-
-
 @pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "explicit"), [((2, 2, 2), False), ((8, 1, 1), True)], ids=str)
@@ -252,43 +226,6 @@ def test_a_step_written_by_hand_exchanges_too(sizes, explicit):
     step(model, optimizer, batch_of(plan, seed=seed))
   nxp.check_layout(model, plan, optimizer=optimizer)
   assert_equal(model, alone("muon"))
-
-
-@pytest.mark.slow
-def test_gradients_may_have_another_dtype():
-  tx = nxp.parallel.per_matrix(optax.contrib.muon(RATE))
-  params = {"a": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(3)}
-  grads = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), params)
-  updates, _ = tx.update(grads, tx.init(params), params)
-  plain = optax.contrib.muon(RATE)
-  wanted, _ = plain.update(grads, plain.init(params), params)
-  jax.tree.map(np.testing.assert_allclose, updates, wanted)
-
-
-@pytest.mark.slow
-def test_without_a_plan_nothing_travels():
-  with nnx.use_eager_sharding(False):
-    model = Net()
-    optimizer = nnx.Optimizer(model, nxp.parallel.per_matrix(optax.contrib.muon(RATE)), wrt=nnx.Param)
-  step = nxp.train_step(loss_fn)
-  for seed in range(3):
-    step(model, optimizer, np.random.default_rng(seed).normal(size=(32, 16)).astype(np.float32))
-  assert_equal(model, alone("muon"))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_on_another_layout(tmp_path):
-  make = lambda sizes, **options: plan_on(sizes, parts(nxp.parallel.per_matrix, "shampoo"), **options)
-  model, optimizer = trained(make((1, 8, 1)), steps=2)
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(2, model, optimizer)
-  for sizes in ((2, 2, 2), (1, 2, 3), (1, 1, 1)):
-    plan = make(sizes, uneven="pad")
-    with nxp.Checkpointer(tmp_path) as checkpointer:
-      model, optimizer = checkpointer.restore(plan)
-    nxp.train_step(loss_fn)(model, optimizer, batch_of(plan, seed=2))
-    assert_equal(model, alone("shampoo and adam"))
 
 
 @pytest.mark.slow
@@ -330,29 +267,6 @@ def test_each_product_runs_once_and_gradients_travel_by_rows(sizes, shares):
   extra = muon.sent().per_device - adam.sent().per_device
   assert extra == pytest.approx(shares * share * 7 / 8, rel=1e-3)
   assert {c.kind for c in muon.collectives} <= {c.kind for c in adam.collectives} | {"all-to-all", PERMUTE}
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_replicas_gather_the_updates_once():
-  init = functools.partial(Net, 8, 64, 128, use_bias=False)
-  muon, adam = (
-    report(plan_on((8, 1, 1), tx, init), (64, 64))
-    for tx in (nxp.parallel.per_matrix(optax.contrib.muon(RATE)), optax.adam(RATE))
-  )
-  state = 4 * 8 * (2 * 64 * 64 + 2 * 64 * 128)
-  assert muon.sent().per_device - adam.sent().per_device <= 1.1 * state
-
-
-def test_vectors_alone_are_an_error():
-  with pytest.raises(nxp.errors.SchemeError, match="per_matrix got no matrix"):
-    plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.adam(RATE)), lambda: nnx.RMSNorm(16, rngs=nnx.Rngs(0)))
-
-
-def test_dims_that_are_named_twice_are_an_error():
-  wrong = lambda params: jax.tree.map(lambda x: MuonDimensionNumbers(0, 0) if x.ndim > 1 else None, params)
-  with pytest.raises(nxp.errors.SchemeError, match="cannot be read as matrices"):
-    plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.contrib.muon(RATE), wrong))
 
 
 def test_dims_of_another_kind_are_an_error():

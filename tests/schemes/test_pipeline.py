@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +17,6 @@ import nnx_parallel as nxp
 from benchmarks import pipeline as benchmark
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers import pipeline as schedule
-from nnx_parallel.layers import pipeline_1f1b
-from nnx_parallel.layers.pipeline import Schedule
-from nnx_parallel.layers.pipeline_saving import Cut
 from training import placed
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -159,23 +155,6 @@ def test_a_loss_of_a_layer_function_in_each_order(
     close(jax.jit(jax.value_and_grad(piped))(model, batch), found)  # on one device
 
 
-def test_a_batch_of_a_loss_has_no_gradient_and_options_need_a_loss() -> None:
-  weights, x, seen, other = given(4, 8)
-  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
-    with pytest.raises(SchemeError, match="has no gradient"):
-      jax.grad(
-        lambda x: nxp.parallel.pipeline(
-          layer, weights, x, seen, other, microbatches=4, after=lambda y, x: (y * x).mean()
-        )
-      )(x)
-    with pytest.raises(SchemeError, match="before=, order= and recompute= are of"):
-      nxp.parallel.pipeline(layer, weights, x, seen, other, microbatches=4, order="1f1b")
-    with pytest.raises(SchemeError, match=r"batch_axes='data' has no effect"):
-      nxp.parallel.pipeline(
-        layer, weights, x, seen, other, microbatches=4, after=lambda y, x: y.mean(), batch_axes="data"
-      )
-
-
 def test_the_schedule_is_the_one_of_theory() -> None:
   plan = nxp.parallel.Schedule(stages=4, microbatches=8, layers=16)
   assert plan.bubble_ratio == pytest.approx(3 / (8 + 3))
@@ -189,38 +168,6 @@ def test_the_schedule_is_the_one_of_theory() -> None:
     assert {*done.values()} == {1}
     assert len(done) == some.stages * some.microbatches * some.virtual_stages
     assert 1 - works.mean() == pytest.approx(some.bubble_ratio)
-
-
-def in_loops(text: str) -> set[str]:
-  """The collectives in the bodies of loops."""
-  bodies = {*re.findall(r"body=%?([\w.\-]+)", text)}
-  found: set[str] = set()
-  inside = False
-  for line in text.split("\n"):
-    if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-      inside = head.group(1) in bodies
-    elif inside and (op := re.search(r" (all-reduce|all-gather|collective-permute|all-to-all)\(", line)):
-      found.add(op.group(1))
-  return found
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_tick_sends_activations_only() -> None:
-  args = given(8, 32)
-
-  def piped(axes: Any) -> Any:
-    def f(w: Any, *args: Any) -> Any:
-      return nxp.parallel.pipeline(layer, w, *args, microbatches=8, batch_axes=axes)
-
-    return jax.jit(lambda *args: value_and_gradients(f, *args))
-
-  mesh = nxp.make_mesh(data=2, stage=4)
-  weights = jax.device_put(args[0], jax.NamedSharding(mesh, jax.P("stage")))
-  rest = jax.device_put(args[1:], jax.NamedSharding(mesh, jax.P("data")))
-  with jax.set_mesh(mesh):
-    assert in_loops(piped("data").lower(weights, *rest).compile().as_text()) == {"collective-permute"}
-    assert "all-reduce" in in_loops(piped(()).lower(weights, *rest).compile().as_text())
 
 
 @pytest.mark.cases(1)
@@ -430,197 +377,6 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
     assert step.reduction == "once, after the last tick, over data"
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("virtual_stages", [1, 2])
-def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages: int) -> None:
-  plan = benchmark.plan_of(nxp.make_mesh(data=2, stage=4))
-
-  def temporaries(order: Any, microbatches: int) -> int:
-    pipeline = nxp.Pipeline("stage", virtual_stages, order)
-    step = nxp.train_step(benchmark.loss, microbatches=microbatches, pipeline=pipeline)
-    batch = jax.ShapeDtypeStruct((32 * microbatches, benchmark.WIDTH), jnp.float32)
-    report = nxp.compile_report(step, plan, batch=batch)
-    stage = Schedule(4, microbatches, benchmark.LAYERS, virtual_stages)
-    if order == "1f1b":
-      # Two microbatches in each tick, in each direction; and the first result of each group that leaves. The
-      # model has nothing before its layers, so no gradient leaves.
-      sent = sum(c.total_bytes for c in report.collectives if "ppermute" in c.op)
-      assert sent == (4 * stage.ticks + stage.groups) * 32 // 2 * benchmark.WIDTH * 4
-    return report.memory.temporaries
-
-  # The batch itself, split for the stages, is 0.25 MiB of 64 microbatches.
-  few, many = temporaries("1f1b", 8), temporaries("1f1b", 64)
-  assert many - few < 2**19
-  assert temporaries("gpipe", 64) - temporaries("gpipe", 8) > 3 * (many - few)
-
-
-@pytest.mark.slow
-def test_a_backward_pass_is_cut_where_it_reads_gradients() -> None:
-  def back(x: Any, w: Any, g: Any) -> Any:
-    def layer(x: Any, w: Any) -> Any:
-      return jax.checkpoint(lambda x: x + jnp.tanh(x @ w["up"] + w["bias"][None]) @ w["down"].T)(x)
-
-    y, pull = jax.vjp(layer, x, w)
-    return y, pull(g)
-
-  keys = jax.random.split(jax.random.key(0), 5)
-  x, g = (jax.random.normal(key, (6, 4)) for key in keys[:2])
-  w = {
-    "up": jax.random.normal(keys[2], (4, 8)),
-    "bias": jnp.zeros(8),
-    "down": jax.random.normal(keys[3], (4, 8)),
-  }
-  cut = Cut.of(back, (x,), (w,), g)
-  y, residuals = cut.forward((x,), (w,))
-  close((y, cut.backward(residuals, (w,), g)), back(x, w, g))
-  products = [[eqn.primitive.name for eqn in eqns].count("dot_general") for eqns in (cut.early, cut.back)]
-  assert products == [3, 4]  # forward: one is computed again in the checkpoint, which XLA sees
-  assert not any(a.shape == (4, 8) for a in residuals)  # no weights
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("virtual_stages", [1, 2])
-def test_without_recomputation_a_tick_has_one_forward_pass_less(virtual_stages: int) -> None:
-  plan = benchmark.plan_of(nxp.make_mesh(data=2, stage=4))
-  microbatches = 8
-  chunks = microbatches * virtual_stages
-
-  def passes(order: Any, recompute: bool = True) -> float:
-    """The compute of a stage, as a multiple of a forward pass of a chunk for one microbatch."""
-    pipeline = nxp.Pipeline("stage", virtual_stages, order, recompute)
-    step = nxp.train_step(benchmark.loss, microbatches=microbatches, pipeline=pipeline)
-    batch = jax.ShapeDtypeStruct((32 * microbatches, benchmark.WIDTH), jnp.float32)
-    flops = nxp.compile_report(step, plan, batch=batch).cost.flops
-    return flops / (2 * 16 * benchmark.WIDTH**2 * 2 * benchmark.LAYERS // (4 * virtual_stages))
-
-  # Forward, once again, and the gradients of inputs and of weights.
-  assert passes("1f1b") == passes(None) == 4 * (chunks + 3)
-  assert passes("1f1b", recompute=False) == 3 * (chunks + 3)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [True, False])
-def test_1f1b_trains_only_what_is_trained(recompute: bool) -> None:
-  def adapted(pipeline: Any, mesh: Any) -> Any:
-    wrt = nnx.All(nnx.Param, nnx.PathContains("up"))
-    plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2), wrt=wrt)
-    model, optimizer = placed(plan)
-    step = nxp.train_step(loss, microbatches=8, pipeline=pipeline)
-    tokens = jax.random.randint(jax.random.key(1), (16, 6), 0, 16)
-    batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
-    losses = [step(model, optimizer, batch)["loss"] for _ in range(2)]
-    return (
-      losses,
-      jax.device_get(jax.tree.leaves(nnx.state(model, nnx.Param))),
-      nxp.compile_report(step, plan, batch=batch),
-    )
-
-  *found, report = adapted(nxp.Pipeline(recompute=recompute), nxp.make_mesh(data=2, stage=4))
-  *wanted, _ = adapted(None, nxp.make_mesh(data=1, devices=jax.devices()[:1]))
-  close(found, wanted)
-  *_, everything = adapted(nxp.Pipeline(order="gpipe"), nxp.make_mesh(data=2, stage=4))
-  assert report.cost.flops <= everything.cost.flops
-
-
-def two_steps(loss: Any, make: Any, pipeline: Any, mesh: Any, microbatches: int = 8) -> Any:
-  plan = nxp.plan(make, mesh, nxp.replicate(), optimizer=optax.adam(1e-2))
-  model, optimizer = placed(plan)
-  step = nxp.train_step(loss, microbatches=microbatches, pipeline=pipeline)
-  tokens = jax.random.randint(jax.random.key(1), (2 * microbatches, 6), 0, 16)
-  batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
-  losses = [step(model, optimizer, batch)["loss"] for _ in range(2)]
-  return losses, jax.device_get(jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-def of_weights(model: Any) -> Any:
-  kernels = sum((block.up.kernel[...] ** 2).sum() for block in model.blocks)
-  return (model.embed.embedding[...] ** 2).sum() + kernels
-
-
-def weights_alone(model: Any, batch: Any) -> Any:
-  return of_weights(model), {"logits": model(batch["x"]).mean()}
-
-
-def both(model: Any, batch: Any) -> Any:
-  losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
-  return of_weights(model) + losses.mean()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("loss", [weights_alone, both])
-def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any, recompute: bool) -> None:
-  def make() -> Any:
-    return Model(4, nnx.Rngs(0))
-
-  found = two_steps(loss, make, nxp.Pipeline(recompute=recompute), nxp.make_mesh(data=2, stage=4))
-  close(found, two_steps(loss, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1])))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [True, False])
-def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any, recompute: bool) -> None:
-  def make() -> Any:
-    return Model(7, nnx.Rngs(0))
-
-  wanted = two_steps(both, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1]), 10)
-
-  def poisoned(result: Any, works: Any) -> Any:
-    def nan(x: Any) -> Any:
-      return (
-        jnp.where(jnp.reshape(works, (-1, *[1] * (x.ndim - 1))), x, jnp.nan) if x.dtype.kind == "f" else x
-      )
-
-    return jax.tree.map(nan, result)
-
-  monkeypatch.setattr(schedule, "_marked", poisoned)
-  mesh = nxp.make_mesh(stage=2, data=1, devices=jax.devices()[:2])
-  close(two_steps(both, make, nxp.Pipeline("stage", 3, "1f1b", recompute), mesh, 10), wanted)
-
-
-class Rounded(Block):
-  def __call__(self, x: Any, mask: Any) -> Any:
-    y = super().__call__(x, mask)
-    return y + 0.1 * jnp.floor(y)
-
-
-class Roundings(Model):
-  def __init__(self, rngs: Any):
-    super().__init__(0, rngs)
-    self.blocks = nnx.List([Rounded(8, rngs) for _ in range(4)])
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_wrong_gradients_of_1f1b_are_found_where_layers_round(monkeypatch: Any) -> None:
-  mesh = nxp.make_mesh(data=2, stage=4)
-  plan = nxp.plan(lambda: Roundings(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
-  model, optimizer = placed(plan)
-  tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
-  batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
-
-  def checked() -> Any:
-    step = nxp.train_step(loss, microbatches=4, pipeline=nxp.Pipeline(order="1f1b"))
-    return step.check_gradients(model, optimizer, batch)
-
-  assert checked()
-  right = pipeline_1f1b.Gradients.run
-
-  def negated(self: Any) -> Any:
-    found, gradients = right(self)
-    return found, jax.tree.map(jnp.negative, gradients)
-
-  monkeypatch.setattr(pipeline_1f1b.Gradients, "run", negated)
-  assert not checked()
-
-
 class Straight(Model):
   """Layers and a head whose results have a sharding of their own on Explicit axes."""
 
@@ -656,22 +412,6 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
     nxp.eval_step(squares, microbatches=12, pipeline="stage")(model, batch)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.nightly
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
-@pytest.mark.slow
-def test_forward_mode_has_the_same_gradients(order: Any) -> None:
-  mesh = nxp.make_mesh(data=2, stage=4)
-  plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
-  model, optimizer = placed(plan)
-  tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
-  batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
-  pipeline = nxp.Pipeline("stage", order=order)
-  found = nxp.train_step(loss, microbatches=4, pipeline=pipeline).check_gradients(model, optimizer, batch)
-  assert found, str(found)
-  assert "a stage of a pipeline" in str(found)
-
-
 class Stem(Model):
   def __init__(self, rngs: Any):
     super().__init__(4, rngs)
@@ -684,28 +424,6 @@ class Stem(Model):
     return self.head(x)
 
 
-class Windowed(Block):
-  def __call__(self, x: Any, mask: Any, flag: bool = False) -> Any:
-    return super().__call__(jnp.tanh(x) if flag else x, mask)
-
-
-class Alternating(Model):
-  """Has layers of two kinds in turn, and others before them."""
-
-  def __init__(self, rngs: Any):
-    super().__init__(1, rngs)
-    self.sides = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
-    self.blocks = nnx.List([Windowed(8, rngs) for _ in range(8)])
-
-  def __call__(self, tokens: Any) -> Any:
-    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
-    for side in self.sides:
-      x = x + side(x)
-    for n, block in enumerate(self.blocks):
-      x = block(x, mask, flag=n % 2 == 1)
-    return self.head(x)
-
-
 def lowered(make: Any, mesh: Any, pipeline: Any = "stage", tx: Any = None, **options: Any) -> Any:
   """A step that was traced for a model, which is not created."""
   plan = nxp.plan(lambda: make(rngs=nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=tx or optax.sgd(0.1))
@@ -713,37 +431,6 @@ def lowered(make: Any, mesh: Any, pipeline: Any = "stage", tx: Any = None, **opt
   tokens = jax.ShapeDtypeStruct((16, 6), jnp.int32)
   step.lower(plan, batch={"x": tokens, "y": tokens})
   return step
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_what_is_outside_of_a_pipeline_is_said() -> None:
-  said = str(lowered(Alternating, nxp.make_mesh(data=2, stage=4)).layers)
-  assert "4 stages of 1 layers" in said
-  assert "each of its 4 layers is 2 layers of the model" in said
-  assert "outside of the pipeline, computed by each stage: sides.0, sides.1, weights of 576 B" in said
-
-
-class Recomputed(Model):
-  def __init__(self, rngs: Any):
-    super().__init__(0, rngs)
-    self.blocks = nnx.List([Kept(8, rngs) for _ in range(4)])
-
-
-class Kept(Block):
-  __call__ = nnx.remat(Block.__call__)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_recomputation_has_no_effect_on_layers_that_are_saved() -> None:
-  mesh, saving = nxp.make_mesh(data=2, stage=4), nxp.Pipeline(recompute=False)
-  said = "jax.checkpoint inside of the layers has no effect"
-  assert said in str(lowered(Recomputed, mesh, pipeline=saving).layers)
-  assert said not in str(lowered(Recomputed, mesh, pipeline=nxp.Pipeline(order="1f1b")).layers)
-  assert said not in str(lowered(functools.partial(Model, 4), mesh, pipeline=saving).layers)
-  with pytest.raises(TrainError, match="remat='dots' has no effect"):
-    nxp.train_step(loss, remat="dots", pipeline=saving)
 
 
 class Hidden(Model):

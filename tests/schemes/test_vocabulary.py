@@ -1,7 +1,6 @@
 """The vocabulary-parallel cross-entropy and look-up equal the plain ones, and send what they must."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import NamedSharding, P
+from jax import P
 
 import nnx_parallel as nxp
 from benchmarks import vocabulary as benchmark
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.report.program.collectives import collectives
-from training import placed, run_steps
+from training import run_steps
 
 RANDOM = np.random.default_rng(0)
 MESHES = {
@@ -99,53 +97,6 @@ def test_losses_and_gradients_are_those_of_whole_logits(mesh, case, parts, expli
     close(with_gradients(f, weights)(x, head), wanted)
 
 
-def test_without_a_mesh_and_without_an_axis():
-  x, head, labels = arrays(37, batch=8)
-  weights = normal(*labels.shape)
-  wanted = with_gradients(lambda x, w: whole(x, w, labels), weights)(x, head)
-  f = with_gradients(lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels, parts=2), weights)
-  close(f(x, head), wanted)
-  with nxp.use_rules(nxp.LogicalRules(), nxp.make_mesh(MESHES["no tensor"])):
-    close(f(x, head), wanted)
-
-
-@pytest.mark.slow
-def test_tokens_of_any_shape_and_batches_that_do_not_divide():
-  for shape in ((8,), (3, 5), (2, 3, 5)):
-    labels = jnp.asarray(RANDOM.integers(0, 37, shape), jnp.int32)
-    x, head = normal(*shape, 8), normal(8, 37)
-    wanted = optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)
-    with jax.set_mesh(nxp.make_mesh(data=4, tensor=2)):
-      entropy = jax.jit(functools.partial(nxp.parallel.vocabulary_cross_entropy, parts=4))
-      close(entropy(x, head, labels), wanted)
-
-
-def test_positions_over_a_context_axis():
-  x, head, labels = arrays(37, seq=6)
-  rules = nxp.LogicalRules(batch="data", seq="context")
-  with nxp.use_rules(rules, nxp.make_mesh(data=2, context=2, tensor=2)):
-    f = jax.jit(lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels))
-    losses = f(x, head)
-  assert losses.sharding.spec == P("data", "context")
-  close(losses, whole(x, head, labels))
-
-
-def test_bfloat16_is_as_near_as_whole_logits_in_bfloat16():
-  x, head, labels = arrays(256, batch=8, width=32)
-  weights = normal(*labels.shape)
-  exact = with_gradients(lambda x, w: whole(x, w, labels), weights)(x, head)
-
-  def halved(f):
-    half = lambda x, w: f(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
-    found = with_gradients(half, weights)(x, head)
-    return [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, exact)), strict=True)]
-
-  plain = halved(lambda x, w: whole(x, w, labels).astype(jnp.float32))
-  with jax.set_mesh(nxp.make_mesh(data=2, tensor=4)):
-    ours = halved(lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels, parts=2))
-  assert all(own <= 1.5 * other + 1e-3 for own, other in zip(ours, plain, strict=True)), (ours, plain)
-
-
 @pytest.mark.slow
 def test_a_label_that_is_no_column_gives_nan_and_no_number():
   x, head, labels = arrays(37)
@@ -170,16 +121,6 @@ def test_what_does_not_fit_is_an_error():
   mesh = nxp.make_mesh(data=2, tensor=4)
   with pytest.raises(SchemeError, match="mapped over that axis already"):
     jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x, head)
-
-
-def test_inside_a_shard_map_over_the_batch():
-  x, head, labels = arrays(37)
-  mesh = nxp.make_mesh(data=2, tensor=4)
-
-  options = {"out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
-  specs = P("data"), P(), P("data")
-  mapped = jax.shard_map(nxp.parallel.vocabulary_cross_entropy, mesh=mesh, in_specs=specs, **options)
-  close(jax.jit(mapped)(x, head, labels), whole(x, head, labels))
 
 
 @pytest.mark.slow
@@ -255,18 +196,6 @@ def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explici
   close(losses_of(scheme_loss, plan, batch, microbatches=2), wanted)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_in_nnx_jit_the_mesh_is_that_of_the_plan(tied):
-  plan = nxp.plan(lambda: Model(48, nnx.Rngs(0), tied), nxp.make_mesh(MESHES["data, fsdp, tensor"]), RULES)
-  model, batch = placed(plan), nxp.shard_batch(batch_of(48), plan)
-  step = nnx.jit(nnx.value_and_grad(scheme_loss))
-  (found, grads), (wanted, others) = step(model, batch), nnx.jit(nnx.value_and_grad(plain_loss))(model, batch)
-  close((found, nnx.to_pure_dict(grads)), (wanted, nnx.to_pure_dict(others)))
-  text = step.lower(model, batch).compile().as_text()
-  assert ("all-reduce", ("tensor",)) in {(c.kind, c.axes) for c in collectives(text, plan.mesh.shape)}
-
-
 # The TPU compiler makes an all-reduce of a small reduce-scatter, of 64 KiB for example.
 SHAPE = {"batch": 8, "seq": 32, "features": 512, "vocabulary": 2048}
 
@@ -282,36 +211,3 @@ def test_each_machine_sends_what_it_must_and_no_more(machine):
   if machine.startswith("tpu"):  # the head is gathered in the dtype of its products
     wanted["all-gather", ("fsdp",)] //= 2
   assert found == wanted
-
-
-def test_no_device_has_the_whole_vocabulary():
-  mesh = nxp.make_mesh(benchmark.SIZES)
-  given = benchmark.arguments(mesh, *SHAPE.values())
-  text = benchmark.gradients(benchmark.in_parts(4), mesh, given).as_text()
-  dims = {int(size) for shape in re.findall(r"\w+\[([\d,]+)\]", text) for size in shape.split(",")}
-  assert 1024 in dims  # its share
-  assert 2048 not in dims
-
-
-def test_memory_is_that_of_a_part_of_the_tokens():
-  mesh = nxp.make_mesh(benchmark.SIZES)
-  given = benchmark.arguments(mesh, 32, 64, 4, 2048)
-  logits = 32 * 64 // 4 * 1024 * 4
-  one, eight = (
-    benchmark.gradients(benchmark.in_parts(parts), mesh, given).memory_analysis().temp_size_in_bytes
-    for parts in (1, 8)
-  )
-  assert logits < one
-  assert eight < 0.25 * one
-
-
-def test_a_look_up_moves_no_table():
-  sizes = {"data": 2, "tensor": 4}
-  mesh = nxp.make_mesh(sizes)
-  tables, tokens = NamedSharding(mesh, P("tensor")), NamedSharding(mesh, P("data"))
-  table = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=tables)
-  ids = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=tokens)
-  with jax.set_mesh(mesh):
-    text = jax.jit(nxp.parallel.vocabulary_embedding).lower(table, ids).compile().as_text()
-  (found,) = collectives(text, sizes)
-  assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("tensor",), 4 * 4 * 16 * 4)

@@ -60,37 +60,6 @@ def test_each_option_computes_what_it_does_on_auto_axes(case):
   assert_parity(name, "mixed" if name.startswith("of ") else "explicit", **options)
 
 
-@pytest.mark.slow
-def test_outputs_and_pairs_are_those_of_auto_axes():
-  def loss(model, batch):
-    rows = (model(batch) ** 2).mean(-1)
-    return nxp.weighted(rows.sum(), len(rows)), {"rows": rows}
-
-  found = {}
-  for kind in KINDS:
-    plan, batch, _ = planned("linen", kind)
-    model = placed(plan)[0]
-    metrics = nxp.eval_step(loss, outputs=("rows",), pairs=True)(model, batch)
-    assert metrics["rows"].sharding.mesh == plan.mesh
-    found[kind] = jax.tree.map(np.asarray, metrics)
-  for kind in ON_EXPLICIT:
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[kind], found["auto"])
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_reports_are_those_of_auto_axes():
-  """Estimates and the compiled program: bytes, products and collectives."""
-  found = {}
-  for kind in KINDS:
-    plan, batch, loss = planned("decoder", kind)
-    memory = nxp.memory_plan(plan, loss, batch, microbatches=2)
-    report = nxp.compile_report(nxp.train_step(loss, microbatches=2), plan, batch=batch)
-    found[kind] = str(memory).split("\n")[1:], report.need_bytes, report.cost.flops, report.bytes_by("kind")
-  assert found["explicit"] == found["auto"]
-  assert found["mixed"] == found["auto"]
-
-
 # Made where they are entered: `jax.set_mesh` acts when it is called.
 ACTIVE = {
   "mesh": lambda plan: jax.set_mesh(plan.mesh),
@@ -109,63 +78,6 @@ def test_gradients_are_right_on_explicit_axes(active):
     found = nxp.train_step(loss).check_gradients(model, optimizer, batch)
   assert found
   assert "by forward mode" in str(found)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_step_is_right_on_explicit_axes():
-  plan, batch, loss = planned("decoder", "explicit")
-  assert nxp.check_step(plan, None, loss, np.asarray(batch), microbatches=2)
-
-
-def rest_of(batch, steps, samples):
-  """The batches of a run after so many samples."""
-  return [batch] * (steps - samples // len(batch))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ON_EXPLICIT)
-def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
-  losses = {}
-  for name in ("auto", kind):
-    plan, batch, loss = planned("decoder", name)
-    with nxp.Checkpointer(tmp_path / name) as checkpointer:
-      for steps in (1, 3):
-        model, optimizer = placed(plan)
-        options = {"checkpointer": checkpointer, "save_every": 1, "resume": "latest", "peak_flops": 1e9}
-        source = functools.partial(rest_of, batch, steps)
-        nxp.fit(nxp.train_step(loss), model, optimizer, source, steps=steps, plan=plan, **options)
-    losses[name] = float(nxp.eval_step(loss)(model, batch)["loss"])
-  assert losses[kind] == pytest.approx(losses["auto"], rel=1e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_scopes_in_use_and_arrays_of_the_host():
-  plan, batch, loss = planned("decoder", "explicit")
-
-  def constrained(model, batch):
-    with plan.scope():
-      return loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)
-
-  wanted = on_auto_axes("decoder", ())
-  for enter in ACTIVE.values():
-    model, optimizer = placed(plan)
-    step = nxp.train_step(constrained)
-    with enter(plan):
-      losses = [float(step(model, optimizer, x)["loss"]) for x in (np.asarray(batch), batch)]
-    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_plan_on_mixed_axes_is_read_again_and_compiled_for_a_machine():
-  plan, batch, loss = planned("decoder", "mixed")
-  again = nxp.Plan.from_json(plan.to_json())
-  assert again.mesh.axis_types == plan.mesh.axis_types
-  report = nxp.compile_report(nxp.train_step(loss), plan, batch=batch, topology="cpu:8")
-  assert report.need_bytes == nxp.compile_report(nxp.train_step(loss), plan, batch=batch).need_bytes
 
 
 def test_a_step_is_lowered_on_an_abstract_mesh():

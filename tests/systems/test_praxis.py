@@ -8,7 +8,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_numbers, run_training, with_gradient_norms
-from training import placed
 
 VOCAB, WIDTH, LENGTH = 30, 16, 8  # 30 is uneven over 4 and 8 devices on purpose
 CLASSES = 3
@@ -67,19 +66,6 @@ def batch_of(examples=16, seed=0):
     "tokens": rng.integers(VOCAB, size=(examples, LENGTH)).astype(np.int32),
     "weights": (np.arange(examples) < examples - 3).astype(np.float32),
   }
-
-
-def test_steps_return_what_a_single_device_returns():
-  mesh = nxp.make_mesh(data=1, model=1, devices=jax.devices()[:1])
-  alone = nxp.plan(init, mesh, (LOGICAL, BY_RANK), optimizer=optax.adam(1e-2))
-  results = []
-  for plan in (alone, partition()):
-    model, optimizer = placed(plan)
-    step = nxp.train_step(loss_fn, outputs=("per_example",))
-    results.append(nxp.hosts.to_host(step(model, optimizer, nxp.shard_batch(batch_of(), plan))))
-  assert results[0]["per_example"].shape == (16,)
-  assert results[0]["accuracy_by_class"].shape == (CLASSES,)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
 
 
 def test_padding_is_taken_off_before_the_models_code_and_changes_no_number():

@@ -1,11 +1,5 @@
 """What the guide on `shard_map` tells of the UvA deep-learning notebooks and does not run itself."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import optax
@@ -14,8 +8,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from training import placed
-
-GUIDE = Path(__file__).parents[2] / "guides" / "05-from-shard-map.md"
 
 
 def normal(seed, *shape):
@@ -61,29 +53,3 @@ def test_a_batch_of_keys_may_be_abstract():
   )
   lowered = nxp.train_step(noisy).lower(plan, batch=jax.ShapeDtypeStruct((16,), jax.random.key(0).dtype))
   assert "sharding" in lowered.as_text()
-
-
-def gpu_flags():
-  """The flags that the guide lists for NVIDIA GPUs."""
-  return re.findall(r"^(--xla_gpu\S+)$", GUIDE.read_text(), re.MULTILINE)
-
-
-def accepted(flags):
-  code = "import jax; jax.devices()"
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-  return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
-def test_this_xla_knows_the_flags_of_the_guide():
-  flags = gpu_flags()
-  assert len(flags) >= 4
-  result = accepted(flags)
-  assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.slow
-def test_two_flags_of_the_notebooks_are_gone():
-  flags = ["--xla_gpu_enable_triton_softmax_fusion=true", "--xla_gpu_enable_async_collectives=true"]
-  result = accepted(flags)
-  assert result.returncode != 0
-  assert f"Unknown flags in XLA_FLAGS: {' '.join(flags)}" in result.stderr

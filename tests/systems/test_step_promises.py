@@ -91,28 +91,6 @@ def test_a_module_from_outside_is_named_where_flax_speaks_of_trace_levels(option
     nxp.eval_step(loss)(model, batch_of(plan))
 
 
-def test_the_explanation_survives_a_name_that_is_not_assigned_yet():
-  plan, model, optimizer = make()
-  noise = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-
-  def loss(model, x):
-    return (noise(model(x)) ** 2).mean() if x is not None else later
-
-  with pytest.raises(
-    nxp.errors.TrainError, match="the loss function changes a Variable of a module, which it"
-  ):
-    nxp.train_step(loss)(model, optimizer, batch_of(plan))
-  later = 0.0
-
-
-def test_the_mend_that_the_error_names_works():
-  plan, model, optimizer = make()
-  noise = nxp.create_sharded_model(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(1)), plan.mesh)
-  step = nxp.train_step(lambda m, x: (m["other"](m["model"](x)) ** 2).mean())
-  step({"model": model, "other": noise}, {"model": optimizer}, batch_of(plan))
-  assert int(noise.rngs.count[...]) == 1
-
-
 def test_the_layer_that_explicit_axes_stop_is_named():
   plan, model, optimizer = make(explicit=True)
   with pytest.raises(nxp.errors.TrainError) as error:
@@ -124,14 +102,3 @@ def test_the_layer_that_explicit_axes_stop_is_named():
   assert "does not give the sharding of its result, and other operations of the model state theirs" in text
   assert "Contracting dimensions are sharded" in text
   assert "Fix: out_sharding=... for that operation too" in text
-
-
-def test_a_zero_stage_that_splits_nothing_says_so():
-  def notes(**sizes):
-    mesh = nxp.make_mesh(sizes)
-    return nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2), zero=1).notes
-
-  assert notes(data=1, tensor=8) == (
-    "zero splits nothing: data=1, and no optimizer state has a dim left for them",
-  )
-  assert notes(data=2, tensor=4) == ()

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.train.mend import with_correct_convolutions
@@ -120,21 +120,6 @@ def test_gradients_inside_scans_and_remat(net: type[nnx.Module]) -> None:
   check_equal(found, single_device())
 
 
-def test_a_batch_that_the_other_axis_does_not_divide() -> None:
-  found, _ = gradients(nxp.make_mesh(data=2, model=4), {"batch": "data"}, examples=6)
-  check_equal(found, single_device(6))
-
-
-def test_a_plan_on_an_abstract_mesh_is_lowered_the_same_way() -> None:
-  rules = nxp.LogicalRules(kh=None, kw=None, conv=None, batch="data", **{"in": None})
-  plan = nxp.plan(
-    lambda: Net(nnx.Rngs(0)), nxp.abstract_mesh(data=2, model=4), rules, optimizer=optax.sgd(1.0)
-  )
-  split = NamedSharding(plan.mesh, PartitionSpec("data"))
-  batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch_of(16))
-  assert "manual_computation" in nxp.train_step(loss_fn).lower(plan, batch=batch).as_text()
-
-
 def convolve(kernel: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
   numbers = ("NWC", "WIO", "NWC")
   return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers, **options)
@@ -181,43 +166,6 @@ def test_batch_groups_written_by_the_user() -> None:
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
 
 
-def test_a_program_without_grouped_convolutions_is_traced_once_and_left_alone() -> None:
-  traced: list[int] = []
-
-  def run(x: jax.Array) -> dict[str, Any]:
-    traced.append(1)
-    return {"y": jnp.sin(x), "none": None}
-
-  mended = jax.jit(with_correct_convolutions(run, nxp.make_mesh(data=8)))
-  assert mended(jnp.ones(8))["none"] is None
-  assert traced == [1]
-  assert "manual_computation" not in mended.lower(jnp.ones(8)).as_text()
-
-
-def test_all_axes_manual_is_right_and_some_axes_manual_is_refused() -> None:
-  mesh = nxp.make_mesh(data=2, model=4)
-  kernel, x = operands(mesh, PartitionSpec("data"))
-
-  def loss(axes: frozenset[str], kernel: jax.Array, x: jax.Array) -> jax.Array:
-    local = jax.shard_map(
-      lambda k, x: convolve(k, x, feature_group_count=8),
-      mesh=mesh,
-      in_specs=(PartitionSpec(), PartitionSpec("data")),
-      out_specs=PartitionSpec("data"),
-      axis_names=axes,
-    )
-    return (jnp.sin(local(kernel, x)) ** 2).mean()
-
-  expected = jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x))
-  everywhere = with_correct_convolutions(jax.grad(lambda k, x: loss(frozenset(mesh.axis_names), k, x)), mesh)
-  np.testing.assert_allclose(jax.jit(everywhere)(kernel, x), expected, atol=1e-5, rtol=1e-4)
-  partly = with_correct_convolutions(jax.grad(lambda k, x: loss(frozenset({"data"}), k, x)), mesh)
-  with pytest.raises(nxp.errors.TrainError, match=r"over \['data'\], which leaves model to XLA") as caught:
-    jax.jit(partly)(kernel, x)
-  assert "kernel gradient of a grouped convolution by up to 4" in str(caught.value)
-  assert "Fix: jax.shard_map without axis_names" in str(caught.value)
-
-
 TABLE = jnp.linspace(0.5, 1.5, 4)
 
 
@@ -244,15 +192,6 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
   placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
   found = jax.jit(with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
   np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
-
-
-def test_explicit_mesh() -> None:
-  mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-  kernel, x = operands(mesh, PartitionSpec("data"))
-  expected = jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x))
-  with jax.set_mesh(mesh):
-    found = jax.jit(with_correct_convolutions(jax.grad(depthwise_loss), mesh))(kernel, x)
-  np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_plan_warns_those_who_compile_their_own_step() -> None:

@@ -1,15 +1,10 @@
 """Edits of live modules are noticed at the next step, whatever way they were made."""
 
-import gc
-import logging
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.train.watch import Watch
@@ -109,66 +104,6 @@ def test_the_next_step_trains_what_is_there(edit):
   ]
 
 
-def test_a_step_puts_nothing_into_a_module():
-  model, untouched = Scaled(), Scaled()
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  step = nxp.train_step(lambda m, x: m.scale * (m.weight[...] * x).sum())
-  before = dict(vars(model))
-  step(model, optimizer, jnp.ones(4))
-  assert all(vars(model)[name] is value for name, value in before.items())
-  assert {name: type(value) for name, value in vars(model).items()} == {
-    name: type(value) for name, value in vars(untouched).items()
-  }
-  assert jax.tree.structure(model) == jax.tree.structure(untouched)
-
-
-def test_a_program_asked_for_between_steps_does_not_mix_up_the_models():
-  one, other = Scaled(), Scaled()
-  optimizers = {id(m): nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in (one, other)}
-  step = nxp.train_step(lambda m, x: m.scale * (m.weight[...] * x).sum())
-  for _ in range(3):
-    step(one, optimizers[id(one)], jnp.ones(4))
-  step.compiled(other, optimizers[id(other)], jnp.ones(4))
-  step(one, optimizers[id(one)], jnp.ones(()))  # compiles, which is noted for the right one
-  assert [compiled.step for compiled in step.compiles] == [0, 3]
-  assert int(optimizers[id(one)].step[...]) == 4
-  assert int(optimizers[id(other)].step[...]) == 0
-
-
-@pytest.mark.nightly
-def test_a_model_collected_during_anothers_call_does_not_disturb_it():
-  def loss(model, x):
-    gc.collect()  # while it is traced, as the collector may at any time
-    return model.scale * (model.weight[...] * x).sum()
-
-  step = nxp.train_step(loss)
-  for number in range(2):
-    model = Scaled()
-    cycle: list = [model]
-    cycle.append(cycle)  # only the collector finds the model
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    for _ in range(2):
-      step(model, optimizer, jnp.ones(4))
-    assert (step.calls, len(step.compiles)) == (2 * number + 2, number + 1)
-    del model, optimizer, cycle
-
-
-def test_only_the_array_that_somebody_holds_is_copied():
-  model = Scaled()
-  model.bias = nnx.Param(jnp.ones(4))
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  step = nxp.train_step(lambda m, x: (m.weight[...] * x + m.bias[...]).sum())
-  for _ in range(3):
-    step(model, optimizer, jnp.ones(4))
-  where = {name: getattr(model, name).get_raw_value().unsafe_buffer_pointer() for name in ("weight", "bias")}
-  held = model.weight.get_raw_value()
-  before = float(held.sum())
-  step(model, optimizer, jnp.ones(4))
-  assert float(held.sum()) == before
-  assert model.weight.get_raw_value().unsafe_buffer_pointer() != where["weight"]
-  assert model.bias.get_raw_value().unsafe_buffer_pointer() == where["bias"]
-
-
 def test_nothing_is_not_taken_for_the_last_models():
   models = (Scaled(),)
   optimizers = tuple(nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in models)
@@ -176,16 +111,6 @@ def test_nothing_is_not_taken_for_the_last_models():
   step(models, optimizers, jnp.ones(4))
   with pytest.raises(nxp.errors.TrainError, match="the step's model is a NoneType"):
     step(None, None, jnp.ones(4))
-
-
-def test_a_method_as_an_attribute_is_refused_since_its_module_would_not_be_trained():
-  model = Scaled()
-  model.call = model.product
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  step = nxp.train_step(lambda model, x: model.call(x).sum())
-  message = r"model\.call is the method Scaled\.product of one module[\s\S]*call self\.product"
-  with pytest.raises(nxp.errors.TrainError, match=message):
-    step(model, optimizer, jnp.ones(4))
 
 
 class Wide(nnx.Module):
@@ -284,72 +209,6 @@ def test_what_was_trained_is_carried_over_to_a_model_with_a_new_layer():
   nxp.check_layout(new[0], plan, optimizer=new[1])
   assert int(new[1].step[...]) == 4
   assert int(optimizer.step[...]) == 3
-
-
-def test_a_new_layer_that_needs_no_state_is_trained_and_said_to_lie_whole(caplog):
-  plan, model, optimizer = wide(optax.sgd(0.1))
-  step, x = nxp.train_step(squares), nxp.shard_batch(jnp.ones((8, 8)), plan)
-  step(model, optimizer, x)
-  longer(model)
-  before = jnp.copy(model.extra.kernel[...])
-  with caplog.at_level(logging.WARNING, "nnx_parallel"):
-    step(model, optimizer, x)
-  assert (
-    "model.extra.bias, model.extra.kernel: the plan has no such array, so each device holds" in caplog.text
-  )
-  assert float(jnp.abs(model.extra.kernel[...] - before).max()) > 0
-
-
-def test_a_layer_that_the_plan_cannot_split_is_trained_and_said_to_lie_whole(caplog):
-  _, model, optimizer = wide(optax.sgd(0.1))
-  step = nxp.train_step(squares)
-  step(model, optimizer, jnp.ones((8, 8)))
-  model.up = nnx.Linear(8, 9, rngs=nnx.Rngs(1))
-  with caplog.at_level(logging.WARNING, "nnx_parallel"):
-    step(model, optimizer, jnp.ones((8, 8)))
-  assert "model.up.bias, model.up.kernel: the plan has no such array, so each device holds all" in caplog.text
-
-
-def test_a_reset_optimizer_is_trained_from_its_new_state():
-  class Scale(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(jnp.ones(()))
-
-    def __call__(self, x):
-      return x * self.w[...]
-
-  model = Scale()
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.5), wrt=nnx.Param)
-  step, x = nxp.train_step(lambda model, x: model(x).mean()), np.ones((8,), np.float32)
-  step(model, optimizer, x)
-  step(model, optimizer, x)  # the momentum is 1.5
-  optimizer.opt_state = nnx.Optimizer(Scale(), optax.sgd(0.1, momentum=0.5), wrt=nnx.Param).opt_state
-  step(model, optimizer, x)
-  assert float(optimizer.opt_state[0].trace.w[...]) == 1.0
-
-
-def test_equal_numbers_of_another_type_in_a_tuple_are_an_edit():
-  class Chooses(nnx.Module):
-    def __init__(self):
-      self.w, self.sizes = nnx.Param(jnp.ones(8)), (1,)
-
-    def __call__(self, x):
-      return x * self.w[...] * (2.0 if self.sizes[0] is True else 1.0)
-
-  model = Chooses()
-  step, x = nxp.eval_step(lambda model, x: model(x).mean()), np.ones((8,), np.float32)
-  assert float(step(model, x)["loss"]) == 1.0
-  model.sizes = (True,)
-  assert float(step(model, x)["loss"]) == 2.0
-
-
-def test_two_spellings_of_the_layout_of_a_batch_are_one_program():
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
-  model = nxp.create_sharded_model(plan)
-  step = nxp.eval_step(lambda model, x: model(x).mean())
-  for spec in (P("data"), P("data", None), P(("data",))):
-    step(model, jax.device_put(np.ones((8, 8), np.float32), NamedSharding(plan.mesh, spec)))
-  assert len(step.compiles) == 1
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

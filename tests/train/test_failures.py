@@ -1,7 +1,6 @@
 """A step returns, or leaves the state that it found, or says that the state is gone."""
 
 import sys
-from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from flax import nnx
 from jax import NamedSharding, P
 
 import nnx_parallel as nxp
-from training import placed
 
 
 class Scaled(nnx.Module):
@@ -179,66 +177,3 @@ def test_a_deleted_batch_is_named_and_the_state_stays():
   ):
     step(model, optimizer, batch)
   assert steps_in(model, optimizer) == 1
-
-
-def at_line(number, call, between):
-  """Runs `between` in another thread before a line of the package in `call`; whether it got that far."""
-  seen = 0
-  others = []
-
-  def trace(frame, event, _):
-    nonlocal seen
-    if not frame.f_code.co_filename.endswith(("/train/step.py", "/train/bound.py", "/train/donation.py")):
-      return None
-    if event == "line":
-      seen += 1
-      if seen == number:
-        others.append(pool.submit(between))
-        futures.wait(others, timeout=0.02)  # it may wait for this thread
-    return trace
-
-  with futures.ThreadPoolExecutor(1) as pool:
-    sys.settrace(trace)
-    try:
-      call()
-    finally:
-      sys.settrace(None)
-  for other in others:
-    other.result()
-  return bool(others)
-
-
-def test_two_threads_train_two_models_with_one_step():
-  step, x = nxp.train_step(loss_fn), jnp.ones(4)
-  one, other = made(), made()
-  step(*one, x)
-  step(*other, x)
-  number = 1
-  while True:
-    held = [model.weight.get_raw_value() for model, _ in (one, other)]  # these are copied
-    happened = at_line(number, lambda: step(*one, x), lambda: step(*other, x))
-    assert all(float(array.sum()) == -4 * number for array in held)
-    del held
-    assert [steps_in(*pair) for pair in (one, other)] == [number + 1, number + happened]
-    if not happened:
-      break
-    number += 1
-  assert number > 10
-  assert len(step.compiles) == 2
-
-
-def test_a_shard_is_no_array_of_its_own_and_goes_with_its_array():
-  """A limit that `train_step` and its guide tell of: jax does not say who holds a part of an array."""
-
-  def init():
-    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(1.0))
-  model, optimizer = placed(plan)
-  step, x = nxp.train_step(lambda m, x: m(x).mean()), nxp.shard_batch(np.ones((8, 8), np.float32), plan)
-  step(model, optimizer, x)
-  shard = model.bias.get_raw_value().addressable_shards[0].data
-  copied = jnp.copy(shard)
-  step(model, optimizer, x)
-  assert shard.is_deleted()
-  assert np.isfinite(np.asarray(copied)).all()

@@ -1,6 +1,5 @@
 """Parameters are gathered where a loss reads them, and tables looked up by columns; positions are split."""
 
-import math
 import re
 
 import jax
@@ -15,7 +14,7 @@ import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.mend import mended
-from training import placed, plain_step, run_steps
+from training import run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
 TENSOR = nxp.PathRules(
@@ -47,35 +46,6 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   whole = 8 * 128 * SIZES.width * 4  # the residual stream of the batch, in float32
   assert max(one.bytes for one in sent if {"fsdp"} <= {*one.axes}) < whole
   assert not [one for one in sent if set(one.axes) == {"fsdp", "tensor"} and one.kind == "all-gather"]
-
-
-PRODUCTS = {
-  "a matrix": (lambda w, x: x @ w, (8, 5, 16), 1),
-  "an einsum with the examples last": (lambda w, x: jnp.einsum("io,bsi->osb", w, x), (8, 5, 16), 1),
-  "behind other operations": (lambda w, x: jnp.tanh(x.swapaxes(0, 1) * 2).reshape(40, 16) @ w, (8, 5, 16), 0),
-  "examples that the axes do not divide": (lambda w, x: x @ w, (6, 5, 16), 0),
-  "no examples": (lambda w, x: x.sum(0) @ w, (8, 5, 16), 0),
-}
-
-
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 4, "tensor": 2}], ids=["one axis", "two axes"])
-@pytest.mark.parametrize(("product", "shape", "pinned"), PRODUCTS.values(), ids=PRODUCTS)
-def test_the_examples_of_a_product_with_a_parameter_stay_where_they_are(product, shape, pinned, axes):
-  """Operand and result are constrained in the dim of the examples, and the other dims are left to XLA."""
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())], explicit=False)
-  where = NamedSharding(mesh, jax.P("fsdp"))
-  gather = Gather.of({("w",): where}, ("fsdp",), mesh)
-  gathered = gather.on(product, lambda *_: [("w",), None])
-  traced = jax.make_jaxpr(gathered)(jnp.ones((16, 8)), jnp.ones(shape))
-  specs = [e.params["sharding"].spec for e in traced.eqns if e.primitive.name == "sharding_constraint"]
-  kept = [spec for spec in specs if jax.P.UNCONSTRAINED in spec]
-  assert len(kept) == 2 * pinned
-  assert all([axis for axis in spec if axis is not jax.P.UNCONSTRAINED] == ["fsdp"] for spec in kept)
-  assert len(specs) - len(kept) == ("tensor" in axes)  # the parameter, gathered
-  rng = np.random.default_rng(0)
-  w, x = rng.normal(size=(16, 8)).astype(np.float32), rng.normal(size=shape).astype(np.float32)
-  found = jax.jit(gathered)(jax.device_put(w, where), x)
-  np.testing.assert_allclose(found, product(w, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.cases(1)
@@ -122,91 +92,6 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
   assert "stablehlo.scatter" not in text
   for a, b in zip(changed(arrays, batch), run([jnp.ones(2)], (logits, targets)), strict=True):
     np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("axes", "positions", "options"),
-  [
-    ({"fsdp": 2, "tensor": 4}, 65, {}),
-    ({"fsdp": 2, "tensor": 4}, 65, {"remat": "full", "scan_layers": True, "microbatches": 2}),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, 65, {"scan_layers": True}),
-    ({"fsdp": 1, "tensor": 8}, 65, {}),
-    ({"fsdp": 2, "tensor": 4}, 64, {"remat": "full"}),  # 63 positions, which 4 does not divide
-  ],
-  ids=["as written", "rolled, microbatches", "three axes", "one axis", "63 positions"],
-)
-def test_positions_are_split_between_layers(axes, positions, options):
-  tokens = np.random.default_rng(0).integers(1, 64, (8, positions))
-  found = []
-  for seq in (None, "tensor"):
-    names = nxp.LogicalRules(batch=tuple(axis for axis in axes if axis != "tensor"), seq=seq)
-    plan = nxp.plan(
-      lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)),
-      nxp.make_mesh(axes),
-      [names, TENSOR],
-      optimizer=optax.sgd(0.1),
-    )
-    model, optimizer, losses, step = run_steps(plan, decoders.loss, [tokens] * 2, **options)
-    program = step.compiled(model, optimizer, nxp.shard_batch(tokens, plan))
-    memory = program.memory_analysis().temp_size_in_bytes
-    found.append((losses, nxp.hosts.to_host(nnx.state(model)), memory))
-  (losses, state, whole), (split_losses, split_state, parts) = found
-  np.testing.assert_allclose(split_losses, losses, rtol=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), split_state, state)
-  if positions == 65:
-    assert parts < whole
-
-
-class Words(nnx.Module):
-  """A table, one layer, and a head: a separate one, or the table."""
-
-  def __init__(self, tied: bool):
-    rngs = nnx.Rngs(0)
-    self.embed, self.middle = nnx.Embed(512, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
-    self.head = None if tied else nnx.Linear(64, 512, rngs=rngs)
-
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    x = nnx.relu(self.middle(self.embed(tokens)))
-    return self.embed.attend(x) if self.head is None else self.head(x)
-
-
-def words_loss(model: Words, tokens: jax.Array) -> jax.Array:
-  logits = model(tokens[:, :-1])
-  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-def decoder() -> decoders.Decoder:
-  return decoders.Decoder(SIZES, nnx.Rngs(0))
-
-
-CUBE, SHARDED = (
-  {"data": 2, "fsdp": 2, "tensor": 2},
-  [nxp.presets.layers(), nxp.presets.fsdp_tensor(min_size=0)],
-)
-REPLICATING = {
-  "separate head": (lambda: Words(False), words_loss, CUBE, SHARDED),
-  "tied head": (lambda: Words(True), words_loss, CUBE, SHARDED),
-  "decoder": (decoder, decoders.loss, CUBE, [nxp.LogicalRules(batch=("data", "fsdp")), TENSOR]),
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", REPLICATING)
-@pytest.mark.auto_axes("what it expects is of Auto axes")
-def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name, capfd, compiled_here):
-  init, loss, sizes, rules = REPLICATING[name]
-  plan = nxp.plan(init, nxp.make_mesh(sizes), rules, optimizer=optax.adam(1e-3))
-  batch = nxp.shard_batch(np.random.default_rng(0).integers(0, 512, (16, 17)).astype(np.int32), plan)
-
-  def replicated(compiled: object) -> int:
-    return capfd.readouterr().err.count("Involuntary full rematerialization")
-
-  model, optimizer = placed(plan)
-  capfd.readouterr()
-  expected = replicated(plain_step(loss).lower(model, optimizer, batch).compile())
-  assert replicated(nxp.train_step(loss).lower(plan, batch=batch).compile()) <= expected
 
 
 def test_a_loop_that_swaps_what_it_carries_settles():
@@ -306,49 +191,3 @@ def test_a_batch_on_no_mesh_is_left_to_xla_and_the_step_says_so(caplog):
     assert "leaves the layout of the batch to XLA" in str(step.layers)
     assert "put the batch on their mesh" in str(step.layers)
   assert "leaves the layout of the batch to XLA" in caplog.text
-
-
-def test_weights_over_the_axis_of_the_positions_are_not_gathered():
-  mesh = nxp.make_mesh(data=2, tensor=4)
-  rules = [nxp.LogicalRules(batch="data", seq="tensor", fsdp=None), TENSOR]
-  plan = nxp.plan(decoder, mesh, rules, optimizer=optax.sgd(0.1))
-  batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
-  text = nxp.train_step(decoders.loss).lower(plan, batch=batch).compile().as_text()
-  gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text))
-  assert "4,64,64" in gathered  # activations
-  assert not gathered & {"64,128", "128,64", "64,4,16", "4,16,64", "64,64"}  # kernels
-
-
-@pytest.mark.slow
-def test_a_stage_of_a_pipeline_gathers_one_layer_at_a_time():
-  sizes = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=4)
-  plan = nxp.plan(
-    lambda: decoders.Decoder(sizes, nnx.Rngs(0)),
-    nxp.make_mesh(fsdp=4, stage=2),
-    nxp.presets.fsdp(min_size=0),
-    optimizer=optax.sgd(0.1),
-  )
-  step = nxp.train_step(decoders.loss, microbatches=4, pipeline="stage", remat="full")
-  text = step.lower(plan, batch=jax.ShapeDtypeStruct((16, 17), jnp.int32)).compile().as_text()
-  found = re.findall(r"= f32\[((?:\d+,)*)(?:64,128|128,64)\]\S* all-gather", text)  # gate, up or down
-  assert found
-  assert all(math.prod(map(int, dims.split(",")[:-1])) == 1 for dims in found)
-
-
-@pytest.mark.auto_axes("what it expects is of Auto axes")
-def test_a_step_says_where_positions_are_split():
-  def said(init, loss):
-    plan = nxp.plan(
-      init,
-      nxp.make_mesh(data=2, tensor=4),
-      nxp.LogicalRules(batch="data", seq="tensor"),
-      optimizer=optax.sgd(0.1),
-    )
-    step = nxp.train_step(loss)
-    step.lower(plan, batch=jax.ShapeDtypeStruct((8, 65), jnp.int32))
-    return str(step.layers)
-
-  assert said(lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss) == (
-    "positions between layers over tensor: 2 calls\n2 x Block at layers.*"
-  )
-  assert said(lambda: Words(False), words_loss) == "positions between layers over tensor: no layer is called"

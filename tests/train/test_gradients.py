@@ -86,40 +86,6 @@ def test_rules_that_close_over_traced_arrays_train_and_copied_values_are_kept(ru
   assert step.calls == 1
 
 
-class Constrained(nnx.Module):
-  """Activations that are constrained by name, before and after a layer."""
-
-  def __init__(self, rngs):
-    self.up = nnx.Linear(8, 16, rngs=rngs)
-
-  def __call__(self, x):
-    return nxp.constrain(jnp.tanh(self.up(nxp.constrain(x, "batch", None))), "batch", "hidden")
-
-
-@pytest.mark.parametrize(
-  "axes", [{"data": 8}, {"data": 4, "tensor": 2}], ids=["devices", "groups of devices"]
-)
-@pytest.mark.auto_axes("on Explicit axes, a constraint is a type")
-def test_constraints_by_name_do_not_keep_replicas_from_summing_by_themselves(axes):
-  """They say nothing of the axes of the replicas, for a part that has devices of its own."""
-
-  def trained(axes, microbatches):
-    devices = jax.devices()[: int(np.prod([*axes.values()]))]
-    hidden = "tensor" if "tensor" in axes else None
-    rules = [nxp.LogicalRules(batch="data", hidden=hidden), nxp.replicate()]
-    mesh = nxp.make_mesh(axes, devices=devices)
-    plan = nxp.plan(lambda: Constrained(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-    model, optimizer = placed(plan)
-    step = nxp.train_step(lambda m, x: jnp.square(m(x)).mean(), microbatches=microbatches)
-    x = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
-    losses = [float(step(model, optimizer, nxp.shard_batch(x, plan))["loss"]) for _ in range(3)]
-    return losses, step.reduction
-
-  losses, how = trained(axes, 2)
-  np.testing.assert_allclose(losses, trained({"data": 1}, 1)[0], rtol=1e-5)
-  assert how.startswith("once, after the scan, over data")
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_exchange_once_at_each_stage(zero):
@@ -131,47 +97,6 @@ def test_replicas_exchange_once_at_each_stage(zero):
   assert sum(size for _, size in found) <= 2 * KERNEL + 4096
   step(model, optimizer, batch)
   assert step.reduction == "once, after the scan, over data, in float32"
-
-
-def test_slices_exchange_once_and_shards_inside_in_each_microbatch():
-  """Hybrid: the fast axis works in each microbatch, the slow one once."""
-  step, model, optimizer, batch = step_on({"data": 2, "fsdp": 4})
-  program, mesh = compiled(step, model, optimizer, batch), model.up.kernel.get_value().sharding.mesh
-  across = gradient_exchanges(program, mesh, "data")
-  assert across
-  assert {times for times, _ in across} == {1}
-  # What crosses is a shard of each kernel.
-  assert sum(size for _, size in across) <= 2 * KERNEL // 4 + 4096
-  assert PARTS in {times for times, _ in gradient_exchanges(program, mesh, "fsdp")}
-
-
-def test_fsdp_and_scattered_gradients_exchange_in_each_microbatch_and_say_why():
-  step, model, optimizer, batch = step_on({"fsdp": 8})
-  step(model, optimizer, batch)
-  assert step.reduction == "in each microbatch: fsdp splits the parameters too"
-  step, model, optimizer, batch = step_on({"data": 8}, zero=2, gradients="scattered")
-  mesh = model.up.kernel.get_value().sharding.mesh
-  program = compiled(step, model, optimizer, batch)
-  assert {times for times, _ in gradient_exchanges(program, mesh, "data")} == {PARTS}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("axes", "options"),
-  [({"data": 8}, {"zero": 2, "gradients": "scattered"}), ({"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1})],
-)
-def test_uneven_microbatches_equal_the_large_batch(axes, options):
-  results = []
-  for microbatches in (1, PARTS):
-    step, model, optimizer, batch = step_on(axes, microbatches=microbatches, **options)
-    loss = float(step(model, optimizer, batch)["loss"])
-    momentum = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(optimizer)))
-    results.append((loss, momentum))
-  (whole, a), (split, b) = results
-  assert split == pytest.approx(whole, rel=1e-6)
-  # After one step the momentum is the gradient itself: a wrong weight would show as a factor.
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
 def summed(model, batch):

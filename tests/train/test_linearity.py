@@ -164,15 +164,6 @@ def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
   assert re.search(message, found)
 
 
-def test_a_reshape_that_changes_two_dims_has_no_relation():
-  def grid(p, b):
-    x = losses(p, b)[:, 0]
-    return x.reshape(int(len(x) ** 0.5), -1).max(0).mean()
-
-  assert difference(grid, "mean", rows=16) > 1e-4
-  assert "reshape" in read(grid, "mean", rows=16)[1]
-
-
 UNARY = {
   "tanh": jnp.tanh,
   "softmax": jax.nn.softmax,
@@ -345,47 +336,6 @@ def test_random_numbers_by_example_are_reduced_once_and_equal_one_device(kind, a
   assert found.step.reduction.startswith("in each" if single else "once, after the scan, over data")
   state = lambda run: jax.tree.leaves(nnx.to_pure_dict(nnx.state(run.model, nnx.RngCount)))
   assert [int(x) for x in state(found)] == [int(x) for x in state(wanted)]
-
-
-class Words(nnx.Module):
-  def __init__(self, rngs):
-    self.embed, self.head = nnx.Embed(32, 8, rngs=rngs), nnx.Linear(8, 32, rngs=rngs)
-
-  def __call__(self, tokens):
-    return self.head(nnx.gelu(self.embed(tokens)))
-
-
-@pytest.mark.nightly
-@pytest.mark.cases(1)  # a sum: its gradient starts from a value that is the same in all parts
-@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
-def test_a_loss_in_parts_of_the_vocabulary_is_reduced_once_too(reduce):
-  def loss(model, tokens):
-    return reduce(optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]))
-
-  tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
-  rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
-  found = []
-  for devices, options in ((1, {}), (4, {"loss_chunks": 2})):
-    mesh = nxp.make_mesh(data=devices, devices=jax.devices()[:devices])
-    plan = nxp.plan(lambda: Words(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.5))
-    found.append(run_steps(plan, loss, [tokens] * 3, microbatches=2, **options))
-  assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
-  assert found[1].step.reduction.startswith("once, after the scan, over data")
-
-
-@pytest.mark.parametrize(
-  "seen",
-  [
-    lambda x: (x[:, 0] > 0).sum().astype(bool).astype(jnp.float32),
-    lambda x: jax.lax.div((x[:, 0] > 0).sum(), 8).astype(jnp.float32),
-  ],
-  ids=["any", "whole division"],
-)
-def test_a_count_that_is_rounded_is_no_sum(seen):
-  def loss(params, batch):
-    return (batch["x"] @ params["w"]).mean() * 0.0 + seen(batch["x"][:, 0]) * params["b"].sum()
-
-  assert read(loss, "sum")[1]
 
 
 COUNTED = {

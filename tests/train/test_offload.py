@@ -12,8 +12,7 @@ from layout.models import named
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.layout import offload
 from train import models
-from train.models import RULES, data, loss_fn
-from training import placed
+from train.models import data, loss_fn
 
 HOST = "pinned_host"
 
@@ -76,46 +75,6 @@ def test_the_plan_says_where_and_counts_it_off_the_device():
   assert categories["optimizer"] == away.bytes_per_device("optimizer") == 8
 
 
-def test_a_later_fetch_waits_for_an_earlier_group():
-  plan = plan_on(optax.adam(1e-2), HOST)
-  text = nxp.train_step(loss_fn).lower(plan, batch=jax.ShapeDtypeStruct((32, 16), jnp.float32)).as_text()
-  assert text.count("optimization_barrier") >= 2
-  alone = offload.streamed(optax.adam(1e-2), {})
-  state = jax.device_put(alone.init({"a": jnp.ones(4)}), jax.memory.Space.Host)
-  assert "optimization_barrier" not in jax.jit(alone.update).lower({"a": jnp.ones(4)}, state).as_text()
-
-
-@pytest.mark.nightly
-def test_in_a_step_of_your_own_and_padded():
-  def init():
-    return nnx.Linear(15, 15, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("mlp", "embed")})
-
-  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  plan = nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2), uneven="pad", optimizer_memory=HOST)
-  model, optimizer = placed(plan)
-
-  @jax.jit
-  def step(state, x):
-    model, optimizer = nnx.merge(graphdef, state)
-    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-    with jax.numpy_dtype_promotion("standard"):
-      optimizer.update(model, grads)
-    return nnx.state((model, optimizer)), loss
-
-  graphdef, state = nnx.split((model, optimizer))
-  losses: list[float] = []
-  for _ in range(2):
-    state, loss = step(state, jnp.ones((8, 15)))
-    losses.append(float(loss))
-  assert losses[1] < losses[0]
-  nnx.update((model, optimizer), state)
-  for leaf in plan.leaves:
-    if leaf.on_host:
-      assert value_of(variables(optimizer)[leaf.path]).sharding.memory_kind == HOST
-  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
-  assert float(step(model, optimizer, jnp.ones((8, 15)))["loss"]) < losses[1]
-
-
 def test_a_checkpoint_is_restored_into_each_memory(tmp_path):
   tx = optax.adam(1e-2)
   model, optimizer, _ = train(plan_on(tx, HOST), 1)
@@ -130,15 +89,6 @@ def test_a_checkpoint_is_restored_into_each_memory(tmp_path):
         np.testing.assert_array_equal(value_of(leaf), saved[path])
 
 
-def test_check_layout_sees_the_memory():
-  plan = plan_on(optax.adam(1e-2), HOST)
-  model, optimizer = placed(plan_on(optax.adam(1e-2), None))
-  with pytest.raises(nxp.errors.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
-    nxp.check_layout(model, plan, optimizer=optimizer)
-  moved, moved_optimizer = nxp.reshard(model, plan, optimizer=optimizer)
-  nxp.check_layout(moved, plan, optimizer=moved_optimizer)
-
-
 def test_what_is_refused():
   with pytest.raises(
     nxp.errors.PlanError, match="optimizer_memory='host' is not a memory that state can be fetched from"
@@ -146,18 +96,3 @@ def test_what_is_refused():
     plan_on(optax.adam(1e-2), "host")
   with pytest.raises(nxp.errors.PlanError, match="places optimizer state, but there is no optimizer"):
     plan_on(None, HOST)
-
-
-def test_each_size_is_looked_up_once():
-  class Sizes(dict[str, tuple[None, int]]):
-    asked = 0
-
-    def get(self, *key: object) -> tuple[None, int]:
-      Sizes.asked += 1
-      return None, 2**20
-
-  params = {f"p{i}": jnp.ones(4) for i in range(40)}
-  tx = offload.streamed(optax.adam(1e-3), Sizes())
-  state = jax.device_put(tx.init(params), jax.memory.Space.Host)
-  jax.eval_shape(tx.update, params, state)
-  assert Sizes.asked == len(jax.tree.leaves(state))

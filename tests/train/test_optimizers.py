@@ -1,21 +1,14 @@
 """Every transformation that optax ships: laid out as planned, and the same numbers on each layout."""
 
-import functools
 import inspect
 import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
-import pytest
-from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.core.nodes import plain_path
-from nnx_parallel.train.update import extra_arguments
-from train.models import RULES
 
 RATE = 1e-2
 RATED = """
@@ -94,15 +87,6 @@ def matrices(params):
   return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
 
 
-class Net(nnx.Module):
-  """Two kernels that are padded, one of them square, and a bias; ZeRO splits the state of each."""
-
-  def __init__(self, rngs):
-    self.up = nnx.Linear(7, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    names = {"out_sharding": ("mlp", "embed")}
-    self.mix = nnx.Linear(15, 15, use_bias=False, rngs=rngs, kernel_metadata=names)
-
-
 def transformation(name):
   if name in BUILT:
     return BUILT[name]()
@@ -127,114 +111,3 @@ def test_every_transformation_of_optax_is_classified():
   known = {*NAMES, *PARTS, *REFUSED}
   assert not shipped - known, "classify what optax ships now: run it here, or say why not"
   assert not {*RATED, *PARTS, *REFUSED} - shipped
-
-
-def loss_fn(params, target):
-  """A bowl whose middle is `target`: its gradients are the same on every layout, to the last bit."""
-  parts = jax.tree.map(lambda p, t: 0.5 * ((p - t[tuple(map(slice, p.shape))]) ** 2).sum(), params, target)
-  return functools.reduce(jnp.add, jax.tree.leaves(parts))
-
-
-def trained(*sizes, **options):
-  """Name -> parameters after three steps, all of them in one compiled program."""
-  mesh = nxp.make_mesh(
-    dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), devices=jax.devices()[: np.prod(sizes)]
-  )
-  plans = {
-    name: nxp.plan(
-      lambda: Net(nnx.Rngs(0)), mesh, RULES, optimizer=transformation(name), uneven="pad", **options
-    )
-    for name in NAMES
-  }
-  first = plans["sgd"]
-  model = nxp.create_sharded_model(first.init, mesh, RULES, uneven="pad")
-  start = nnx.as_pure(nnx.state(model, nnx.Param))
-  shardings = jax.tree.map(lambda x: x.sharding, start)
-  logical = nnx.as_pure(nnx.state(first.abstract_model, nnx.Param))
-
-  def init(name):
-    state = transformation(name).init(
-      jax.tree.map(lambda x, s: x[tuple(map(slice, s.shape))], start, logical)
-    )
-    rows = plans[name].of("optimizer")
-    return jax.tree_util.tree_map_with_path(
-      lambda path, x: placed(x, rows[("opt_state", *plain_path(path))]), state
-    )
-
-  def placed(x, row):
-    assert x.shape == row.shape
-    assert x.dtype == row.dtype
-    x = jnp.pad(x, [(0, extra) for extra in row.padding]) if any(row.padding) else x
-    return jax.lax.with_sharding_constraint(x, row.sharding)
-
-  def run(name):
-    tx = optax.with_extra_args_support(plans[name].live_tx)
-
-    def step(carry, scale):
-      params, state = carry
-      target = jax.tree.map(lambda x: jnp.where(x == 0, 0.0, jnp.sin(1e3 * x)) * scale, start)
-      value_fn = lambda p: loss_fn(p, target)
-      loss, grads = jax.value_and_grad(value_fn)(params)
-      # What train_step gives to an update.
-      extra = extra_arguments(tx, state, {"value": loss, "grad": grads, "value_fn": value_fn})
-      updates, state = tx.update(grads, state, params, **extra)
-      return (optax.apply_updates(params, updates), state), None
-
-    (params, state), _ = jax.lax.scan(step, (start, init(name)), jnp.linspace(1.0, 2.0, 3))
-    rows = plans[name].of("optimizer")
-    jax.tree_util.tree_map_with_path(
-      lambda path, x: placed_as(x, rows[("opt_state", *plain_path(path))]), state
-    )
-    return params
-
-  def placed_as(x, row):
-    assert (x.shape, x.dtype) == (row.storage_shape, row.dtype)
-
-  def everything():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-      return {name: run(name) for name in NAMES}
-
-  with jax.set_mesh(mesh):
-    found = jax.jit(everything, out_shardings=dict.fromkeys(NAMES, shardings))()
-  return {
-    name: [
-      np.asarray(x)[tuple(map(slice, s.shape))]
-      for x, s in zip(jax.tree.leaves(params), jax.tree.leaves(logical), strict=True)
-    ]
-    for name, params in found.items()
-  }
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # two programs of all optimizers: about 20 s of processor time each to compile
-def test_every_optimizer_gives_the_same_numbers_padded_and_with_zero():
-  one, many = trained(1, 1, 1), trained(2, 2, 2, zero=1)
-  wrong = [
-    f"{name}: {max(np.abs(a - b).max() for a, b in zip(one[name], many[name], strict=True)):.1e}"
-    for name in NAMES
-    if not all(np.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(one[name], many[name], strict=True))
-  ]
-  assert not wrong
-
-
-def computing(parameters):
-  return {"norm": jnp.asarray(float(optax.tree.norm(parameters)))}
-
-
-BY_HAND = {
-  "state without arrays": optax.partition({True: optax.adam(RATE), False: optax.set_to_zero()}, matrices),
-  "an init that computes with values": optax.GradientTransformation(
-    computing, lambda updates, state, params=None: (optax.tree.scale(-RATE, updates), state)
-  ),
-}
-
-
-@pytest.mark.parametrize("tx", BY_HAND.values(), ids=BY_HAND)
-def test_an_optimizer_made_by_hand_need_not_be_one_that_a_plan_could_make(tx):
-  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
-  losses = [float(step(model, optimizer, jnp.ones((2, 2)))["loss"]) for _ in range(3)]
-  assert losses[2] < losses[0]
-  assert len(step.compiles) == 1

@@ -52,29 +52,8 @@ def under_nnx_jit(model, optimizer):
   return lambda batch: step(model, optimizer, batch)
 
 
-def under_jax_jit(model, optimizer):
-  graphdef, _ = nnx.split((model, optimizer))
-
-  @jax.jit
-  def run(state, batch):
-    objects = nnx.merge(graphdef, state)
-    loss = update(*objects, batch)
-    return nnx.state(objects), loss
-
-  def step(batch):
-    state, loss = run(nnx.state((model, optimizer)), batch)
-    nnx.update((model, optimizer), state)
-    return loss
-
-  return step
-
-
 def eager(model, optimizer):
   return lambda batch: update(model, optimizer, batch)
-
-
-def linear(rngs):
-  return nnx.Linear(8, 8, rngs=rngs)
 
 
 def losses_of(make, *, kind=Block, explicit=False, count=3, **options):
@@ -117,52 +96,6 @@ def expected(kind=Block):
 def test_nnx_jit_compiles_once_and_keeps_the_layout(explicit, zero, memory):
   found = losses_of(under_nnx_jit, explicit=explicit, zero=zero, optimizer_memory=memory)
   np.testing.assert_allclose(found, expected(), rtol=1e-5)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "kind"), [(under_jax_jit, Block), (eager, linear)])
-def test_so_do_jax_jit_and_no_jit(make, kind):
-  np.testing.assert_allclose(losses_of(make, kind=kind, zero=1), expected(kind), rtol=1e-5)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_without_the_placement_the_compiler_moves_small_parameters():
-  """What `ShardedOptimizer` is for; once this fails, XLA and flax keep the layout by themselves."""
-
-  def plain(model, optimizer):
-    optimizer.placement = None
-    return under_nnx_jit(model, optimizer)
-
-  with pytest.raises(AssertionError):
-    losses_of(plain)
-
-
-@pytest.mark.auto_axes("its shard_map gets arrays of other types")
-def test_inside_shard_map_arrays_are_shards_and_stay_so():
-  plan = nxp.plan(
-    lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
-    nxp.make_mesh(data=8),
-    nxp.replicate(),
-    optimizer=optax.sgd(0.1),
-  )
-  model, optimizer = placed(plan)
-  graphdef, state = nnx.split((model, optimizer))
-
-  @jax.jit
-  @jax.shard_map(mesh=plan.mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
-  def run(state, batch):
-    model, optimizer = nnx.merge(graphdef, state)
-    grads = nnx.grad(lambda m: jax.lax.pmean((m(batch) ** 2).mean(), "data"))(model)
-    optimizer.update(model, grads)
-    return nnx.state((model, optimizer))
-
-  batch = np.ones((8, 4), np.float32)
-  nnx.update((model, optimizer), run(state, batch))
-  alone = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  grads = nnx.grad(lambda m: (m(batch) ** 2).mean())(alone)
-  np.testing.assert_allclose(model.bias[...], -0.1 * grads["bias"][...], rtol=1e-5)
 
 
 class Norm(nnx.Module):
@@ -258,28 +191,10 @@ def test_a_parameter_is_gathered_behind_its_cast_and_inside_of_a_scan_and_a_chec
   assert (aval.dtype, aval.shape, tuple(spec)) == (jnp.bfloat16, (64, 64), (None, "tensor"))
 
 
-def test_where_nothing_can_go_wrong_nothing_is_gathered():
-  for axes, rules in (({"fsdp": 8}, nxp.fsdp(min_size=0)), ({"data": 2, "tensor": 4}, nxp.replicate())):
-    model = placed(nxp.plan(lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(axes), rules))
-    loss = nxp.parallel.gather_on_read(lambda model, x: model(x).sum(), model)
-    assert not [*gathers(traced(loss, model, jnp.ones((8, 64))))]
-
-
 def by_hand(mesh):
   model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
   model.kernel.set_value(jax.device_put(model.kernel[...], jax.NamedSharding(mesh, jax.P("a", "b"))))
   return model
-
-
-def test_a_model_that_was_sharded_by_hand_needs_the_axes_of_the_batch():
-  model = by_hand(jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2))
-  loss = lambda model, x: model(x).sum()
-  with pytest.raises(nxp.errors.TrainError, match="does not know which mesh axes shard the batch") as caught:
-    nxp.parallel.gather_on_read(loss, model)
-  assert 'gather_on_read(loss, model, batch_axes=("a",))' in str(caught.value)
-  gathered = nxp.parallel.gather_on_read(loss, model, batch_axes=("a",))
-  ((_, _, spec),) = gathers(traced(gathered, model, jnp.ones((8, 64))))
-  assert tuple(spec) == (None, "b")
 
 
 def test_a_parameter_that_a_condition_returns_cannot_be_gathered_where_it_is_read():

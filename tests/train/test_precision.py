@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_same_training, with_gradient_norms
 from training import placed
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -50,10 +49,6 @@ def init():
   return Model(nnx.Rngs(0))
 
 
-def weights():
-  return nnx.All(nnx.Param, nnx.Not(nnx.PathContains("steps")))
-
-
 def loss_fn(model, tokens):
   logits = model(tokens).astype(jnp.float32)
   return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
@@ -61,22 +56,6 @@ def loss_fn(model, tokens):
 
 def tokens(steps=3):
   return [np.random.default_rng(i).integers(0, 32, (16, 8), dtype=np.int32) for i in range(steps)]
-
-
-def plan_of(policy, tx=None):
-  tx = policy.optimizer(tx or optax.adam(1e-2))
-  mesh = nxp.make_mesh(data=2, fsdp=4)
-  rules = (nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(min_size=0))
-  return nxp.plan(policy.apply(init), mesh, rules, optimizer=tx, wrt=weights())
-
-
-def test_a_policy_prints():
-  assert str(nxp.Precision.float32()) == (
-    "parameters float32, compute float32, norms float32, softmax float32"
-  )
-  assert str(nxp.Precision.bfloat16_parameters(output_layers=["head"])) == (
-    "parameters bfloat16 with float32 masters, compute bfloat16, norms float32, softmax float32, head float32"
-  )
 
 
 def test_every_layer_gets_its_dtypes():
@@ -102,69 +81,6 @@ def test_bfloat16_computes_low_and_keeps_parameters():
   ):
     if jnp.issubdtype(b.dtype, jnp.floating):
       np.testing.assert_array_equal(a.get_value(), b.get_value(), err_msg=str(path))
-
-
-def test_the_plan_counts_the_bytes_of_the_policy():
-  full, low = plan_of(nxp.Precision.float32()), plan_of(nxp.Precision.bfloat16_parameters())
-  assert 2 * low["head.kernel"].bytes_per_device == full["head.kernel"].bytes_per_device
-  assert low["norm.scale"].dtype == F32
-  assert low["optimizer/opt_state.masters.head.kernel"].bytes_per_device == 16 * 32 * 4 // 4
-  assert "optimizer/opt_state.masters.norm.scale" not in [leaf.name for leaf in low.leaves]
-  model, optimizer = nxp.create_sharded_model(low)
-  nxp.check_layout(model, low, optimizer=optimizer)
-  values = nxp.Precision.bfloat16_parameters().apply(init)().head.kernel.get_value()
-  np.testing.assert_array_equal(model.head.kernel.get_value(), values)
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("policy", [nxp.Precision.bfloat16, nxp.Precision.bfloat16_parameters])
-def test_training_equals_one_device(policy):
-  # bfloat16 rounds at 1/256, and another layout adds in another order; Adam would turn that into whole steps.
-  plan = plan_of(policy(output_layers=["head"]), with_gradient_norms(optax.sgd(0.1)))
-  assert_same_training(loss_fn, {"fsdp": plan}, tokens(), rtol=3e-2)
-
-
-def test_softmax_stays_float32_with_dropout():
-  def exponentials(policy):
-    module = policy.apply(lambda: Model(nnx.Rngs(0, dropout=1), rate=0.1))()
-    attend = jax.jit(lambda x: module.attention(x, deterministic=True))
-    text = attend.lower(jnp.ones((2, 8, 16), BF16)).as_text()
-    return set(re.findall(r"stablehlo\.exponential .*x(\w+)>", text))
-
-  assert exponentials(nxp.Precision.bfloat16()) == {"f32"}
-  assert exponentials(nxp.Precision(compute=BF16, softmax=BF16)) == {"bf16"}
-
-
-def test_tied_and_stacked_layers():
-  class Tied(nnx.Module):
-    def __init__(self, rngs):
-      self.a = nnx.Linear(8, 8, rngs=rngs)
-      self.b = self.a
-
-      @nnx.vmap(in_axes=0, out_axes=0)
-      def layers(rngs):
-        return nnx.Linear(8, 8, rngs=rngs)
-
-      self.layers = layers(rngs.split(3))
-
-  module = nxp.Precision.bfloat16_parameters().apply(lambda: Tied(nnx.Rngs(0)))()
-  assert module.a is module.b
-  assert module.a.kernel.dtype == BF16
-  assert (module.layers.dtype, module.layers.kernel.dtype, module.layers.kernel.shape) == (
-    BF16,
-    BF16,
-    (3, 8, 8),
-  )
-
-
-def test_training_low_parameters_without_masters_warns():
-  policy = nxp.Precision.bfloat16_parameters(masters=False)
-  with pytest.warns(nxp.NnxParallelWarning, match="loses updates below 1/512") as caught:
-    policy.optimizer(optax.adam(1e-2))
-  assert caught[0].filename == __file__
-  tx = optax.adam(1e-2)
-  assert nxp.Precision.bfloat16().optimizer(tx) is tx
 
 
 def test_bad_policies():
@@ -215,8 +131,3 @@ def test_the_dtype_in_which_replicas_sum_gradients(dtype, mark):
     nxp.errors.TrainError, match=r"reduction=.* cannot be honoured: XLA places the reductions"
   ):
     step.lower(split, batch=nxp.shard_batch(np.ones((16, 24), np.float32), split))
-
-
-def test_a_reduction_in_whole_numbers_is_refused():
-  with pytest.raises(nxp.errors.TrainError, match="reduction=int32 would round gradients to whole numbers"):
-    nxp.train_step(lambda model, x: model(x).mean(), reduction=jnp.int32)

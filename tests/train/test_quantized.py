@@ -61,27 +61,6 @@ def test_products_are_low_and_train_like_one_device(dtype, mark):
   assert not plan.diff(reference)
 
 
-@needs_qwix
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix 0.1.8 on flax 0.12.12
-def test_lora_beside_a_padded_weight_gets_its_gradients():
-  """qwix finds a weight by the identity of its array, so two reads of one Variable must give one array."""
-  import qwix
-
-  x = jnp.ones((8, 8))
-
-  def init():
-    provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=1.0)
-    model = nnx.Sequential(nnx.Linear(8, 30, use_bias=False, rngs=nnx.Rngs(0)))
-    return qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1))
-
-  rules = [nxp.PathRules([(r".*\.kernel", (None, "tensor"))]), nxp.replicate()]
-  plan = nxp.plan(init, nxp.make_mesh(tensor=8), rules, uneven="pad")
-  assert plan["layers.0.kernel"].padding == (0, 2)
-  model = placed(plan)
-  grads = nnx.jit(nnx.grad(lambda m: (m(x) ** 2).mean(), argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
-  assert jnp.abs(grads["layers"][0]["kernel_lora_b"][...]).max() > 0
-
-
 # Blocks that share a scale: MXFP8 and MXFP4 (32 values, a power of two) and NVFP4 (16 values, an e4m3 scale).
 #
 # A value next to the border of two low-precision values is rounded up on one layout and down on another, if
@@ -247,78 +226,3 @@ def test_a_product_is_that_of_values_rounded_in_blocks(wide, form):
   expected = rounded(x) @ rounded(layer.kernel[...].T).T
   np.testing.assert_allclose(quantized(x), expected, rtol=1e-13)
   assert 0.01 < jnp.abs(expected - plain).max() / jnp.abs(plain).max() < 0.3
-
-
-@pytest.mark.slow
-@needs_qwix
-@quiet
-def test_rules_choose_layers_by_path(wide):
-  """The program has MXFP8 products of one block and NVFP4 products of the other, or none."""
-
-  def text(*rules):
-    plan = planned(blocked(rules) if rules else lambda: Blocks(nnx.Rngs(0)), EIGHT)
-    return nxp.train_step(squares).lower(plan, batch=nxp.shard_batch(batches()[0], plan)).as_text()
-
-  def kinds(program):
-    return {kind for kind in ("f8E4M3FN", "f4E2M1FN") if f"x{kind}>" in program}
-
-  first, last = blocked_rule("mxfp8", r"blocks/0/.*"), blocked_rule("nvfp4", r"blocks/1/.*")
-  assert kinds(text(first)) == {"f8E4M3FN"}
-  assert kinds(text(first, last)) == {"f8E4M3FN", "f4E2M1FN"}
-  assert not kinds(text())
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@needs_qwix
-@quiet
-def test_layers_between_others_of_another_precision_are_scanned(wide):
-  plan = planned(blocked([blocked_rule("mxfp8", r"blocks/[12]/.*")], depth=4), EIGHT)
-  step = nxp.train_step(squares, scan_layers=True)
-  step.lower(plan, batch=nxp.shard_batch(batches()[0], plan))
-  assert "blocks.1 to blocks.2: one scan of 2" in str(step.layers)
-  assert "not scanned: blocks.0 and blocks.1 differ" in str(step.layers)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@needs_qwix
-@quiet
-def test_a_low_precision_run_goes_on_from_a_checkpoint_on_another_mesh(wide, tmp_path):
-  build, data = blocked([blocked_rule("mxfp8")]), batches(4)
-  plan, other = planned(build, EIGHT), planned(build, {"data": 1, "fsdp": 4, "tensor": 1})
-  expected, *_ = losses_of(planned(build, ONE), data)
-  losses, _, model, optimizer = losses_of(plan, data[:2])
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(2, model, optimizer)
-    model, optimizer = checkpointer.restore(other)
-  step = nxp.train_step(squares)
-  losses += [float(step(model, optimizer, nxp.shard_batch(x, other))["loss"]) for x in data[2:]]
-  np.testing.assert_allclose(losses, expected, rtol=1e-13)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@needs_qwix
-@quiet
-def test_a_scale_of_all_tokens_makes_microbatches_another_computation(wide):
-  """In a gradient, a scale covers all examples of a microbatch; the step says that it sees this."""
-  import qwix
-
-  kinds = {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn}
-
-  def found(sizes, microbatches, **more):
-    rule = qwix.QtRule(module_path=r"blocks/\d/.*", **kinds, **more)
-    losses, step, *_ = losses_of(planned(blocked([rule]), sizes), microbatches=microbatches)
-    return losses[-1], step.reduction
-
-  low = {"bwd_qtype": jnp.float8_e5m2}
-  whole, _ = found(ONE, 1, **low)
-  split, _ = found(ONE, 4, **low)
-  many, how = found({"data": 4, "fsdp": 1, "tensor": 1}, 4, **low)
-  assert abs(split / whole - 1) > 1e-8
-  assert abs(many / split - 1) < 1e-13
-  assert "the loss is no mean over its examples" in how
-  assert "qwix" in how
-  _, how = found({"data": 4, "fsdp": 1, "tensor": 1}, 4)  # gradients that are not rounded
-  assert how.startswith("once, after the scan")

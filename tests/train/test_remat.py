@@ -1,8 +1,5 @@
 """Remat in a step: one vocabulary, layer by layer, and never without effect in silence."""
 
-import functools
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +8,11 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layers.remat import REMATS
-from nnx_parallel.layout.known_faults import OWN_STEP
 from train import models
 from train.models import RULES
-from training import placed, run_steps
+from training import placed
 
 WIDTH, DEPTH = 32, 2
-POLICIES = [*REMATS, jax.checkpoint_policies.dots_saveable]
 
 
 class Layer(models.Net):
@@ -69,95 +63,6 @@ def batch_of(plan, examples=64):
   return nxp.shard_batch(rows(examples), plan)
 
 
-def program(remat, kind=Marked, loss=loss_fn):
-  plan = plan_on(kind)
-  return nxp.train_step(loss, remat=remat).lower(plan, batch=batch_of(plan, 4096)).compile()
-
-
-@functools.cache
-def losses_of(remat, microbatches):
-  model, _, losses, _ = run_steps(plan_on(), loss_fn, [rows()] * 3, remat=remat, microbatches=microbatches)
-  assert int(model.layers[0].drop.rngs.count[...]) == 3 * microbatches
-  return losses
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("remat", "microbatches"),
-  [("full", 1), *((policy, 1) for policy in POLICIES if policy != "full"), ("full", 2)],
-  ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_every_policy_trains_alike(remat, microbatches):
-  np.testing.assert_allclose(losses_of(remat, microbatches), losses_of(None, microbatches), rtol=1e-5)
-
-
-class Bare(nnx.Module):
-  """Layers under nnx.remat, or stacked by nnx.scan, that change no Variable."""
-
-  def __init__(self, stacked, rngs, depth=DEPTH):
-    def make(rngs):
-      return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    self.stacked = stacked
-    self.layers = nnx.vmap(make)(rngs.split(depth)) if stacked else nnx.List([make(rngs), make(rngs)])
-
-  def __call__(self, x):
-    if self.stacked:
-      run = nnx.scan(lambda x, layer: nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-      return run(x, self.layers)
-    for layer in self.layers:
-      x = nnx.remat(lambda layer, x: nnx.tanh(layer(x)))(layer, x)
-    return x
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_variables_that_layers_only_hand_on_are_not_changed(stacked):
-  """flax gives each Variable of such a layer a new array, so that it seems assigned to."""
-  mesh = nxp.make_mesh(data=8)
-  plan = nxp.plan(lambda: Bare(stacked, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2))
-  losses = []
-  for microbatches, remat in ((1, None), (2, None), (2, "full")):
-    run = run_steps(plan, loss_fn, [rows()] * 2, microbatches=microbatches, remat=remat)
-    losses.append(run.losses)
-    if microbatches > 1:
-      assert run.step.reduction == "once, after the scan, over data, in float32"
-  np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_policy_holds_within_each_layer():
-  """Each layer is recomputed behind a barrier of its own; of the whole loss, there would be one."""
-  plan = plan_on(Layer, data=1, fsdp=8, tensor=1)  # on one axis there are no other barriers
-
-  def counts(remat):
-    text = nxp.train_step(loss_fn, remat=remat, scan_layers=False).lower(plan, batch=batch_of(plan)).as_text()
-    return text.count("stablehlo.dot_general"), text.count("optimization_barrier")
-
-  found = {remat: counts(remat) for remat in REMATS}
-  products, _ = found["none"]
-  again = products + DEPTH  # the first product of each layer; nothing needs the second again
-  assert found == {
-    "as written": (products, 0),
-    "none": (products, 0),
-    "dots": (products, DEPTH),
-    "full": (again, DEPTH),
-    "offload": (again, DEPTH),
-  }
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_a_step_means_by_a_policy_what_with_layers_does(remat):
-  mine, wrapped = program(remat), program(None, loss=nxp.with_layers(loss_fn, remat=remat))
-  for figure in ("flops", "bytes accessed"):
-    assert mine.cost_analysis()[figure] == pytest.approx(wrapped.cost_analysis()[figure], rel=1e-3)
-  assert mine.memory_analysis().temp_size_in_bytes == wrapped.memory_analysis().temp_size_in_bytes
-
-
 NO_LAYER = (
   r"remat='full' finds no layer in the loss, so it would change nothing\.\n"
   r"  a layer is one of several adjacent modules of one class and structure \(in a list, or as"
@@ -176,56 +81,10 @@ def test_a_policy_that_finds_no_layer_is_refused(microbatches):
     step(*placed(plan), batch_of(plan))
 
 
-def test_the_reports_refuse_what_a_step_refuses():
-  plan = plan_on(Layer, depth=1)
-  batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
-  with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
-    nxp.memory_plan(plan, loss_fn, batch, remat="full")
-  with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
-    nxp.with_layers(loss_fn, remat="full")(placed(plan)[0], batch_of(plan))
-
-
 @pytest.mark.parametrize("remat", ["as written", "none"])
 def test_what_changes_nothing_needs_no_layer(remat):
   plan = plan_on(Layer, depth=1)
   assert nxp.train_step(loss_fn, remat=remat).lower(plan, batch=batch_of(plan))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_losses_in_turn_are_each_rematerialised():
-  plan = plan_on()
-  live = [placed(plan) for _ in range(2)]
-  models, optimizers = ({"a": live[0][n], "b": live[1][n]} for n in (0, 1))
-
-  def of(key):
-    return lambda models, x: loss_fn(models[key], x)
-
-  step = nxp.train_step({"a": of("a"), "b": of("b")}, remat="full")
-  found = step(models, optimizers, batch_of(plan))
-  assert float(found["a/loss"]) == float(found["b/loss"])
-  bare = nxp.train_step(
-    {"a": of("a"), "b": lambda models, x: (models["b"].layers[0].up.bias[...] ** 2).sum()}
-  )
-  bare(models, optimizers, batch_of(plan))
-  mixed = nxp.train_step(
-    {"a": of("a"), "b": lambda m, x: (m["b"].layers[0].up.bias[...] ** 2).sum()}, remat="full"
-  )
-  with pytest.raises(nxp.errors.TrainError, match="finds no layer in the loss") as error:
-    mixed(models, optimizers, batch_of(plan))
-  found = "2 x Marked at b.layers.*: the loss does not call them as layer(...)"
-  assert found in str(error.value)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_remat_on_explicit_axes():
-  plan = plan_on(explicit=True, rules=nxp.LogicalRules(batch="data", embed=None, mlp=None), data=8)
-  results = []
-  for remat in (None, "dots"):
-    with jax.set_mesh(plan.mesh):
-      results.append(run_steps(plan, loss_fn, [rows()] * 2, remat=remat).losses)
-  np.testing.assert_allclose(*results, rtol=1e-5)
 
 
 def search(kind, depth=DEPTH, **options):
@@ -233,74 +92,3 @@ def search(kind, depth=DEPTH, **options):
   init = lambda: Net(kind, nnx.Rngs(0), depth)
   options = {"optimizer": optax.adam(1e-2), "compile_best": 0, **options}
   return nxp.search(init, loss_fn, "cpu:8", batch=batch, rules=RULES, **options)
-
-
-def test_a_search_leaves_out_policies_that_change_nothing_and_says_so():
-  found = search(Layer, depth=1)
-  assert {c.memory.remat for c in found.fitting} == {"as written"}
-  note = "No remat policy was tried, since none finds a layer in the loss. Fix: layers of one class in an"
-  assert note in str(found)
-  assert any(note in line for line in json.loads(found.to_json())["notes"])
-  assert "remat" not in found.code()
-  alone = search(Layer, depth=1, remat=["none"])
-  assert {c.memory.remat for c in alone.fitting} == {"none"}
-  assert all(OWN_STEP in note for note in alone.notes)
-
-
-@pytest.mark.slow
-def test_the_planned_memory_follows_each_policy():
-  batch = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
-
-  def kept(remat):
-    plan = plan_on(Layer, depth=4, data=1, fsdp=8, tensor=1)
-    return nxp.memory_plan(plan, loss_fn, batch, remat=remat).categories["saved activations"]
-
-  full = 4096 * WIDTH * 4 // 8
-  assert kept("none") > 4 * 4 * full
-  # The input of each layer, and the output of the last.
-  assert kept("full") == 5 * full
-  assert kept(nxp.Remat("full", group=2)) == 3 * full
-  assert kept("offload") == full
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_search_tries_policies_on_plain_layers():
-  found = search(Layer, max_microbatches=1)
-  assert {c.memory.remat for c in found.fitting} == {"none", "dots", "full"}
-  assert all(OWN_STEP in note for note in found.notes)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_code_of_a_search_gives_the_policy_to_the_step():
-  found = search(Marked, remat=["full"], max_microbatches=1)
-  assert all(OWN_STEP in note for note in found.notes)
-  assert 'step = nxp.train_step(loss, microbatches=1, remat="full")' in found.code()
-  scope = {"nxp": nxp, "loss": loss_fn, "rules": RULES, "optimizer": optax.adam(1e-2)}
-  exec(found.code(), scope | {"init": lambda: Net(Marked, nnx.Rngs(0))})
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_plain_layers_train_as_written(microbatches):
-  plan, results = plan_on(Layer, depth=4), {}  # which a step scans by itself
-  for remat in (None, "full"):
-    results[remat] = run_steps(plan, loss_fn, [rows()] * 2, remat=remat, microbatches=microbatches)
-  assert (
-    str(results["full"].step.layers)
-    == "4 x Layer at layers.*\n  layers.0 to layers.3: one scan of 4; remat full"
-  )
-  np.testing.assert_allclose(results["full"].losses, results[None].losses, rtol=1e-5)
-
-
-def test_a_single_stacked_layer_is_a_layer():
-  """A model made small to be debugged trains with the options of the large one."""
-  losses = []
-  for remat in (None, "full"):
-    model = Bare(True, nnx.Rngs(0), depth=1)
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    step = nxp.train_step(loss_fn, remat=remat)
-    losses.append([float(step(model, optimizer, jnp.ones((2, WIDTH)))["loss"]) for _ in range(2)])
-  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)

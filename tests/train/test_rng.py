@@ -9,10 +9,9 @@ from flax import nnx
 from jax import P
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_same_numbers, assert_same_training, run_training, with_gradient_norms
+from nnx_parallel.testing import assert_same_training, with_gradient_norms
 from train import models
 from train.models import RULES
-from training import placed
 
 
 class Net(models.Net):
@@ -55,14 +54,6 @@ def explicit_plan():
 def test_dropout_and_noise_equal_one_device():
   plans = {"dp x fsdp x tp": plan_on(2, 2, 2), "explicit": explicit_plan()}
   assert_same_training(loss_fn, plans, BATCHES)
-
-
-@pytest.mark.nightly
-def test_microbatches_draw_what_one_device_draws_for_them():
-  one, many = (
-    run_training(plan_on(*sizes), loss_fn, BATCHES, microbatches=2) for sizes in ((1, 1, 1), (2, 2, 2))
-  )
-  assert_same_numbers("microbatches", one, many, rtol=2e-5)
 
 
 MESH = {"data": 4, "tensor": 2}
@@ -121,17 +112,6 @@ def test_streams_split_over_layers_are_folded_one_by_one():
   assert len({row.tobytes() for row in found[:, 0].reshape(12, 16)}) == 12
 
 
-def test_a_module_without_streams_is_returned_as_it_is():
-  plain = nnx.Param(jnp.zeros(16))
-  module = nnx.Dict(w=plain)
-
-  def body(x):
-    assert nxp.parallel.fold_rng_over_axis(module, "data") is module
-    return x
-
-  drawn(body, jnp.zeros(16))
-
-
 @pytest.mark.auto_axes("its shard_map gets arrays of other types")
 def test_the_module_keeps_its_keys_and_its_counters_advance():
   dropout = nxp.create_sharded_model(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nxp.make_mesh(MESH))
@@ -146,44 +126,3 @@ def test_the_module_keeps_its_keys_and_its_counters_advance():
   assert len({row.tobytes() for row in [*first, *second]}) == 8
   assert (jax.random.key_data(dropout.rngs.key[...]) == key).all()
   assert int(dropout.rngs.count[...]) == 2
-
-
-def manual_step(mesh):
-  """Data parallel by hand: each shard its own masks, gradients averaged."""
-
-  @nnx.jit
-  def step(model, optimizer, x):
-    @nnx.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
-    def gradients(model, x):
-      loss, grads = nnx.value_and_grad(loss_fn)(nxp.parallel.fold_rng_over_axis(model, "data"), x)
-      return jax.lax.pmean(loss, "data"), jax.tree.map(lambda g: g / 8, grads)
-
-    loss, grads = gradients(model, x)
-    optimizer.update(model, grads)
-    return loss
-
-  return step
-
-
-@pytest.mark.auto_axes("its shard_map gets arrays of other types")
-def test_manual_training_resumes_bit_for_bit(tmp_path):
-  plan = plan_on(8, 1, 1)
-  batches = [nxp.shard_batch(b, plan) for b in [*BATCHES, *BATCHES]]
-  model, optimizer = placed(plan)
-  step = manual_step(plan.mesh)
-  [float(step(model, optimizer, b)) for b in batches[:3]]
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(3, model, optimizer)
-    straight = [float(step(model, optimizer, b)) for b in batches[3:]]
-    model, optimizer = checkpointer.restore(plan)
-  assert [float(step(model, optimizer, b)) for b in batches[3:]] == straight
-  assert len(set(straight)) == 3
-
-
-def test_what_cannot_be_folded():
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"cannot fold over 'data': .* not split along that axis by hand\."
-  ):
-    nxp.parallel.fold_rng_over_axis(jax.random.key(0), "data")
-  with pytest.raises(nxp.errors.TrainError, match=r"cannot fold a int over an axis: it is not a PRNG key\."):
-    nxp.parallel.fold_rng_over_axis(3, "data")

@@ -119,31 +119,6 @@ def test_a_gan_equals_a_loop_written_by_hand():
   nxp.check_layout(disc, disc_plan, optimizer=disc_opt)
 
 
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_student_learns_from_a_frozen_teacher(microbatches):
-  plan, student, optimizer = make(lambda: MLP(4, 2, nnx.Rngs(0)), optax.adam(1e-2))
-  _, teacher = make(lambda: MLP(4, 2, nnx.Rngs(1), norm=True))
-  teacher.eval()
-  before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(teacher)))
-
-  def loss_fn(models, x):
-    errors = ((models["student"](x) - models["teacher"](x)) ** 2).mean(-1)
-    return nxp.weighted(errors.sum(), errors.size)
-
-  step = nxp.train_step(loss_fn, microbatches=microbatches)
-  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), plan)
-  losses = [
-    float(step({"student": student, "teacher": teacher}, {"student": optimizer}, x)["loss"])
-    for _ in range(STEPS)
-  ]
-  assert losses[-1] < 0.7 * losses[0]
-  after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(teacher)))
-  jax.tree.map(np.testing.assert_array_equal, before, after)
-  assert len(step.compiles) == 1
-
-
 class Normed(nnx.Module):
   """Products whose gradients XLA gets wrong on three axes (`swapped examples`), if no layout is held."""
 
@@ -270,94 +245,6 @@ def test_models_whose_plans_split_the_batch_differently_are_an_error(rules, othe
   assert "make each plan with the same rule" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-  ("rules", "other", "axes"),
-  [
-    (nxp.fsdp("x"), nxp.replicate(), ("x",)),
-    (nxp.LogicalRules(batch="x"), nxp.fsdp(("x", "y")), ("x",)),
-    (nxp.fsdp("x"), nxp.fsdp(("x", "y")), ("x", "y")),
-  ],
-)
-def test_a_plan_that_says_how_the_batch_is_split_decides_it_for_the_plans_that_do_not(rules, other, axes):
-  mesh = nxp.make_mesh(x=2, y=4)
-  made = {key: placed(nxp.plan(teacher, mesh, x)) for key, x in (("a", rules), ("b", other))}
-  for models in (made, dict(reversed(made.items()))):
-    step = nxp.eval_step(
-      lambda models, x: (((models["a"](x) - models["b"](x)) ** 2).mean(), {"x": x}), outputs=("x",)
-    )
-    assert step(models, np.ones((8, 16), np.float32))["x"].sharding.spec[0] in (axes, axes[0])
-
-
-def test_a_name_that_two_plans_map_differently_is_an_error_where_a_loss_constrains_it():
-  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  plans = [nxp.plan(teacher, mesh, rules) for rules in (RULES, RULES.replace(mlp=None))]
-  models = dict(zip("ab", map(placed, plans), strict=True))
-
-  def loss(models, x):
-    return nxp.constrain(models["a"](x) - models["b"](x), "batch", "mlp").mean()
-
-  with pytest.raises(nxp.errors.ShardingError, match="have different rules for 'mlp'") as caught:
-    nxp.eval_step(loss)(models, np.ones((8, 16), np.float32))
-  assert "nxp.use_rules(rules, mesh)" in str(caught.value)
-  with nxp.use_rules(RULES, mesh):
-    assert float(nxp.eval_step(loss)(models, np.ones((8, 16), np.float32))["loss"]) == 0
-
-
-def test_scattered_gradients_of_a_model_without_a_stage_are_an_error():
-  made = {"gen": make(generator, optax.sgd(0.1)), "disc": make(discriminator, optax.sgd(0.1), zero=1)}
-  models = {key: model for key, (_, model, _) in made.items()}
-  optimizers = {key: optimizer for key, (_, _, optimizer) in made.items()}
-  batch = nxp.shard_batch(points()[0], made["gen"][0])
-  step = nxp.train_step({"gen": gen_loss, "disc": disc_loss}, gradients="scattered")
-  with pytest.raises(nxp.errors.TrainError, match='gradients="scattered" scatters nothing'):
-    step(models, optimizers, batch)
-
-
-class Heads(nnx.Module):
-  """A head on an encoder, which another module may share."""
-
-  def __init__(self, encoder, seed):
-    self.encoder, self.head = encoder, nnx.Linear(8, 4, rngs=nnx.Rngs(seed))
-
-  def __call__(self, x):
-    return self.head(nnx.tanh(self.encoder(x)))
-
-
-def shared():
-  encoder = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  return {"actor": Heads(encoder, 1), "critic": Heads(encoder, 2)}
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("trained", [("actor", "critic"), ("critic",)])
-def test_models_that_share_a_module_train_it_by_each_of_their_optimizers(trained):
-  loss = lambda models, x: (models["actor"](x) ** 2).mean() + (models["critic"](x) - 1.0).__abs__().mean()
-  rates = {"actor": optax.sgd(0.1), "critic": optax.adam(0.1)}
-  x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
-
-  def optimizers(models):
-    return {key: nnx.Optimizer(models[key], rates[key], wrt=nnx.Param) for key in trained}
-
-  ours, step = shared(), nxp.train_step(loss)
-  ours_optimizers = optimizers(ours)
-  theirs = shared()
-  theirs_optimizers = optimizers(theirs)
-  for _ in range(3):
-    step(ours, ours_optimizers, x)
-    grads = nnx.grad(lambda models: loss(models, x))(nnx.Dict(theirs))
-    for key in trained:
-      own = {"encoder": grads["actor"]["encoder"], "head": grads[key]["head"]}
-      theirs_optimizers[key].update(theirs[key], nnx.State(own))
-  assert ours["actor"].encoder is ours["critic"].encoder
-  for key in theirs:
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-      nnx.state(ours[key]),
-      nnx.state(theirs[key]),
-    )
-
-
 @pytest.mark.slow
 def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
@@ -374,25 +261,3 @@ def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   del dropped
   gc.collect()
   assert [ref() for ref in gone] == [None, None]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_models_in_containers_of_each_kind_are_not_kept_and_the_loss_sees_its_kind():
-  kinds = {dict: 1.0, list: 2.0, tuple: 3.0}
-
-  def loss(models, x):
-    one, two = models.values() if isinstance(models, dict) else models
-    return ((one(x) - two(x)) ** 2).mean() + kinds[type(models)]
-
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
-  step, dropped = nxp.eval_step(loss), []
-  for kind, wanted in [*kinds.items()] * 2:
-    models = [placed(plan) for _ in range(2)]
-    given = dict(enumerate(models)) if kind is dict else kind(models)
-    assert float(step(given, np.ones((8, 8), np.float32))["loss"]) == wanted
-    dropped += map(weakref.ref, models)
-  del models, given
-  gc.collect()
-  assert [ref() for ref in dropped] == [None] * 12
-  assert len(step.compiles) == 3

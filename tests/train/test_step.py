@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from train import models
 from train.models import RULES
-from training import placed, plain_step
+from training import placed
 
 
 class Plain(models.Net):
@@ -79,14 +79,6 @@ def nnx_value(obj, path):
   return dict(nnx.to_flat_state(nnx.state(obj)))[path].get_raw_value()
 
 
-def test_donation_reuses_the_buffers():
-  plan, model, optimizer = make()
-  step = nxp.train_step(loss_fn)
-  memory = step.lower(model, optimizer, data(plan)).compile().memory_analysis()
-  # Parameters and both moments of Adam; the two counters are 4 bytes each.
-  assert memory.alias_size_in_bytes == plan.bytes_per_device()
-
-
 def pointers(*objects):
   flat = [leaf for obj in objects for _, leaf in nnx.to_flat_state(nnx.state(obj))]
   return [leaf.get_raw_value().addressable_shards[0].data.unsafe_buffer_pointer() for leaf in flat]
@@ -131,51 +123,6 @@ def test_a_step_does_not_wait_for_its_metrics(monkeypatch):
   assert waited == ["item"]
 
 
-@pytest.mark.parametrize("by", ["nnx.jit", "jax.jit"])
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_step_and_a_users_own_jit_take_turns(by):
-  plan, model, optimizer = make(tx=optax.sgd(0.1))
-  step, batch = nxp.train_step(loss_fn), data(plan)
-
-  with_nnx = plain_step(loss_fn)
-  graphdef, _ = nnx.split((model, optimizer))
-
-  @jax.jit
-  def with_jax(state, batch):
-    model, optimizer = nnx.merge(graphdef, state)
-    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-    optimizer.update(model, grads)
-    return loss, nnx.state((model, optimizer))
-
-  losses = []
-  for _ in range(2):
-    losses.append(step(model, optimizer, batch)["loss"])
-    if by == "nnx.jit":
-      losses.append(with_nnx(model, optimizer, batch))
-    else:
-      loss, state = with_jax(nnx.state((model, optimizer)), batch)
-      nnx.update((model, optimizer), state)
-      losses.append(loss)
-  assert sorted(map(float, losses), reverse=True) == list(map(float, losses))
-  assert int(optimizer.step.get_value()) == 4
-
-
-def test_rebind_sees_what_a_step_does_not():
-  plan, model, optimizer = make(tx=optax.sgd(0.0))
-
-  def scaled(model, batch):
-    return loss_fn(model, batch) * model.up.kernel.get_metadata().get("scale", 1.0)
-
-  step, batch = nxp.train_step(scaled), data(plan)
-  first = step(model, optimizer, batch)["loss"]
-  model.up.kernel.set_metadata(scale=2.0)
-  unseen = step(model, optimizer, batch)["loss"]
-  step.rebind()
-  seen = step(model, optimizer, batch)["loss"]
-  assert float(unseen) == float(first)
-  assert np.isclose(float(seen), 2 * float(first))
-
-
 def test_a_step_lowers_from_a_plan_without_arrays():
   mesh = nxp.abstract_mesh(data=4, fsdp=16, tensor=8)
 
@@ -191,32 +138,6 @@ def test_a_step_lowers_from_a_plan_without_arrays():
     nxp.train_step(loss_fn).lower(bare, None, batch)
 
 
-def test_what_a_padded_plan_lowers_is_what_its_live_modules_run():
-  names = {"out_sharding": (None, "mlp")}
-  plan = nxp.plan(
-    lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0), kernel_metadata=names),
-    nxp.make_mesh(tensor=4, data=2),
-    nxp.LogicalRules(batch="data", mlp="tensor"),
-    optimizer=optax.sgd(0.1),
-    uneven="pad",
-  )
-  step, batch = nxp.train_step(lambda m, x: ((m(x) - x[:, :6]) ** 2).mean()), np.ones((16, 8), np.float32)
-  planned = step.lower(plan, batch=batch).as_text()
-  assert planned == step.lower(*placed(plan), batch).as_text()
-
-
-@pytest.mark.auto_axes("on Explicit axes, `[...] =` needs an active mesh")
-def test_an_edited_value_is_trained_on():
-  plan, model, optimizer = make(tx=optax.sgd(0.0))
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  model.up.kernel[...] = jnp.zeros((8, 16))
-  model.down.kernel[...] = jnp.zeros((16, 8))
-  loss = step(model, optimizer, batch)["loss"]
-  assert np.isclose(float(loss), float((np.asarray(batch["y"]) ** 2).mean()))
-  assert len(step.compiles) == 1
-
-
 @pytest.mark.parametrize("value", [np.zeros((16, 8), np.float32), jnp.zeros((16, 8))], ids=["numpy", "jax"])
 def test_on_explicit_axes_an_array_without_a_mesh_returns_to_the_plan(value):
   plan, model, optimizer = make(tx=optax.sgd(0.0), explicit=True)
@@ -228,19 +149,6 @@ def test_on_explicit_axes_an_array_without_a_mesh_returns_to_the_plan(value):
   assert np.isclose(float(evaluate(model, batch)["loss"]), wanted)
   assert np.isclose(float(step(model, optimizer, batch)["loss"]), wanted)
   nxp.check_layout(model, plan, optimizer=optimizer)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("value", [np.zeros((8, 16), np.float32), jnp.zeros((8, 16))])
-@pytest.mark.auto_axes("the edit puts an array without a mesh into the model")
-def test_a_value_without_layout_returns_to_the_plan_and_the_compilation_says_why(value):
-  plan, model, optimizer = make()
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  model.up.kernel.set_value(value)
-  step(model, optimizer, batch)
-  assert "model.up.kernel: float32[8,16] P('fsdp', 'tensor')" in str(step.compiles[1])
-  assert model.up.kernel.get_value().sharding.is_equivalent_to(plan["up.kernel"].sharding, 2)
 
 
 def laid_out_whole(model, batch):
@@ -290,41 +198,6 @@ def test_a_recompile_says_what_changed(change, reason, caplog):
 def in_float32(model, batch):
   x, y = (batch[name].astype(jnp.float32) for name in "xy")
   return ((model(x) - y) ** 2).mean()
-
-
-def test_flags_are_noticed_and_flipping_back_costs_nothing():
-  plan, model, optimizer = make(Net)
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-
-  def count():
-    return int(model.drop.rngs.count.get_value())
-
-  model.eval()
-  step(model, optimizer, batch)
-  assert count() == 1
-  assert set(step.compiles[1].reasons) == {
-    "model.norm.use_running_average: False -> True",
-    "model.drop.deterministic: False -> True",
-  }
-  model.train()
-  step(model, optimizer, batch)
-  assert count() == 2
-  assert len(step.compiles) == 2
-
-
-def test_variables_that_share_an_array_are_set_apart(caplog):
-  plan, model, optimizer = make()
-  model.down.bias = nnx.Param(model.up.bias.get_value()[:8])
-  model.extra = nnx.Param(model.up.kernel.get_value())
-  step = nxp.train_step(lambda m, b: loss_fn(m, b) + (m.extra[...] ** 2).sum())
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  with caplog.at_level(logging.INFO, "nnx_parallel"):
-    step(model, optimizer, data(plan))
-  assert "shared one array" in caplog.text
-  assert "model.extra" in caplog.text
-  assert "model.up.kernel" in caplog.text
-  assert not np.array_equal(np.asarray(model.extra.get_value()), kernel(model))
 
 
 @functools.cache
@@ -528,49 +401,6 @@ def test_a_loss_of_several_arrays_gets_the_elements_of_a_tuple():
   assert [len(step.compiles) for step in steps] == [1, 1]
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_all_that_take_a_loss_and_a_batch_take_several_arrays_as_a_tuple():
-  _, plan, model, optimizer = small()
-  batch = nxp.shard_batch((X, 2 * X), plan)
-  step = nxp.train_step(squared)
-  assert nxp.check_gradients(model, batch, squared)
-  assert step.check_gradients(model, optimizer, batch)
-  assert nxp.check_step(plan, None, squared, (X, 2 * X))
-  structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-  unpacked = lambda model, batch: squared(model, *batch)
-  assert str(nxp.memory_plan(plan, squared, structs)) == str(nxp.memory_plan(plan, unpacked, structs))
-  assert step.lower(plan, batch=batch).compile().memory_analysis() is not None
-  assert nxp.compile_report(step, plan, batch=batch).collectives
-  fitted = nxp.fit(nxp.train_step(squared), model, optimizer, [batch] * 2, steps=2, progress=False)
-  assert len(fitted.history) == 2
-
-
-@pytest.mark.parametrize("loss", [loss_fn, lambda model, x, y=None: squared(model, x, y)])
-def test_more_arrays_than_a_loss_takes_are_an_error(loss):
-  _, plan, model, optimizer = small()
-  x = nxp.shard_batch(X, plan)
-  with pytest.raises(nxp.errors.TrainError, match=r"got 2 arrays .* takes one batch") as error:
-    nxp.train_step(loss)(model, optimizer, x, x)
-  assert "def loss_fn(model, x, y), without defaults" in str(error.value)
-  with pytest.raises(nxp.errors.TrainError, match=r"got 2 arrays .* takes one batch"):
-    nxp.eval_step(loss)(model, x, x)
-  with pytest.raises(nxp.errors.TrainError, match=r"\(model, x, y\), [\s\S]* the 3 arrays of a tuple"):
-    nxp.train_step(squared)(model, optimizer, x, x, x)
-
-
-def test_a_host_batch_in_a_job_of_several_processes_is_an_error(monkeypatch):
-  step, _, model, optimizer = small()
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"batch\['x'\] is an array of the host, in a job of 2"
-  ) as error:
-    step(model, optimizer, {"x": X})
-  assert "global_batch=True" in str(error.value)
-  struct = jax.ShapeDtypeStruct(X.shape, X.dtype)  # of the global batch, as `lower` says
-  assert "sharding" in step.lower(model, optimizer, {"x": struct}).as_text()
-
-
 def test_an_error_inside_a_layer_names_the_layer():
   plan, model, optimizer = make()
   batch = {name: x[:, :4] for name, x in data(plan).items()}
@@ -580,37 +410,6 @@ def test_an_error_inside_a_layer_names_the_layer():
   assert note.startswith("in the layer up (Linear, line")
   assert "its arrays: bias float32[16], kernel float32[8, 16]\n" in note
   assert "batch['x'] float32[16, 4], batch['y'] float32[16, 4]" in note
-
-
-@pytest.mark.parametrize(
-  ("name", "here"),
-  [
-    ("gradient_accumulation_steps", "microbatches"),
-    ("microbatch", "microbatches"),
-    ("checkpointing", "remat"),
-  ],
-)
-def test_an_option_of_another_library_is_an_error_that_has_its_name_here(name, here):
-  with pytest.raises(nxp.errors.TrainError, match=rf"no option {name}\.[\s\S]*did you mean {here}="):
-    nxp.train_step(loss_fn, **{name: 4})
-
-
-def test_a_step_of_what_is_no_loss_function_is_an_error():
-  with pytest.raises(nxp.errors.TrainError, match="from a loss function, and not from a Linear"):
-    nxp.train_step(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-
-
-def test_a_call_after_compiled_is_listed_and_a_new_layout_of_the_batch_says_so_with_microbatches():
-  plan, model, optimizer = make(tx=optax.sgd(0.1))
-  step, batch = nxp.train_step(loss_fn, microbatches=2), data(plan)
-  step.compiled(model, optimizer, batch)
-  assert step.compiles == []
-  step(model, optimizer, batch)
-  assert step.reduction
-  step(model, optimizer, laid_out_whole(model, batch))
-  first, second = step.compiles
-  assert first.reasons == ("first call",)
-  assert "-> float32[16,8] P()" in str(second)
 
 
 RETURNED = {
@@ -674,72 +473,6 @@ def test_what_a_loss_may_not_return(result, message, fix, kind):
   assert "Tracer" not in str(error.value)
 
 
-def test_a_layer_that_replaces_its_own_parameter_trains_as_with_nnx_jit():
-  class Normalized(nnx.Module):
-    """`nnx.SpectralNorm` divides the kernel of its layer in each call."""
-
-    def __init__(self, rngs):
-      self.up = nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
-      self.down = nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-      return self.down(nnx.relu(self.up(x, update_stats=True)))
-
-  def loss(model, batch):
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
-
-  def init():
-    return Normalized(nnx.Rngs(0))
-
-  plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
-  model, optimizer = placed(plan)
-  alone = init()
-  its_optimizer = nnx.Optimizer(alone, optax.sgd(0.1), wrt=nnx.Param)
-
-  by_hand = plain_step(loss)
-  draw = np.random.default_rng(0).standard_normal
-  batch = {"x": draw((16, 8)).astype(np.float32), "y": draw((16, 4)).astype(np.float32)}
-  step, sharded = nxp.train_step(loss), nxp.shard_batch(batch, plan)
-  ours = [float(step(model, optimizer, sharded)["loss"]) for _ in range(4)]
-  assert ours == pytest.approx([float(by_hand(alone, its_optimizer, batch)) for _ in range(4)], rel=1e-5)
-  kernel = model.up.layer_instance.kernel.get_value()
-  np.testing.assert_allclose(kernel, alone.up.layer_instance.kernel.get_value(), rtol=1e-4, atol=1e-6)
-  nxp.check_layout(model, plan, optimizer=optimizer)
-  with pytest.raises(nxp.errors.TrainError, match=r"assigned to up\.layer_instance\.kernel, which"):
-    nxp.train_step(loss, microbatches=2)(model, optimizer, sharded)
-
-
-class Table(nnx.Module):
-  """A look-up table and a scale that are in no Variable."""
-
-  def __init__(self, rngs):
-    self.table = jax.random.normal(jax.random.key(0), (4096, 8))
-    self.scale = np.float32(2.0) * np.ones(8, np.float32)
-    self.out = nnx.Linear(8, 4, rngs=rngs)
-
-  def __call__(self, tokens):
-    return self.out(self.table[tokens] * self.scale[None])
-
-
-def test_a_raw_array_is_an_argument_laid_out_as_planned():
-  mesh = nxp.make_mesh(fsdp=8)
-  plan = nxp.plan(lambda: Table(nnx.Rngs(0)), mesh, nxp.fsdp(min_size=64), optimizer=optax.sgd(0.1))
-  model, optimizer = placed(plan)
-  loss = lambda model, tokens: (model(tokens) ** 2).mean()
-  tokens = nxp.shard_batch(np.arange(16), plan)
-  alone = Table(nnx.Rngs(0))
-  step = nxp.train_step(loss)
-  assert float(step(model, optimizer, tokens)["loss"]) == pytest.approx(float(loss(alone, np.arange(16))))
-  program = step.compiled(model, optimizer, tokens).as_text()
-  assert "f32[512,8]" in program.split("\n")[0]
-  assert "f32[4096,8]" not in program
-  assert step.lower(plan, batch=tokens).as_text()
-  model.table = model.table * 2.0
-  before = float(nxp.eval_step(loss)(model, tokens)["loss"])
-  assert float(step(model, optimizer, tokens)["loss"]) == pytest.approx(before, rel=1e-5)
-  assert len(step.compiles) == 1
-
-
 @pytest.mark.parametrize(
   ("write", "message"),
   [
@@ -763,71 +496,6 @@ def test_a_plain_attribute_that_the_loss_function_writes_is_named(write, message
 
   with pytest.raises(nxp.errors.TrainError, match=message):
     nxp.train_step(loss)(model, optimizer, data(plan))
-
-
-def test_a_raw_array_is_read_and_may_not_be_replaced():
-  class Scaled(Plain):
-    def __init__(self, rngs):
-      super().__init__(rngs)
-      self.scale = nnx.data(jnp.full((8,), 2.0))
-
-    def __call__(self, x):
-      return super().__call__(x) * self.scale[None]
-
-  plan, model, optimizer = make(Scaled)
-  step = nxp.train_step(loss_fn)
-  first = step(model, optimizer, data(plan))["loss"]
-  assert np.isfinite(float(first))
-
-  def replaces(model, batch):
-    model.scale = model.scale + 1.0
-    return loss_fn(model, batch)
-
-  with pytest.raises(nxp.errors.TrainError, match=r"the loss function replaced scale, a raw array"):
-    nxp.train_step(replaces)(model, optimizer, data(plan))
-
-
-def masked(model, batch):
-  weight = batch["w"]
-  error = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
-  pair = nxp.weighted((error * weight).sum(), weight.sum())
-  return pair, {"error": pair, "seen": weight.sum(), "per_example": error}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(("mesh", "parts"), [({"data": 8, "fsdp": 1, "tensor": 1}, 2), (CUBE, 4)])
-def test_microbatches_equal_the_large_batch_exactly_weighted(mesh, parts):
-  results = []
-  for microbatches in (1, parts):
-    plan, model, optimizer = make(mesh=mesh, tx=optax.sgd(0.1))
-    batch = data(plan, 64)
-    # Uneven on purpose: most of the weight is in a few examples.
-    batch["w"] = nxp.shard_batch((np.arange(64) % 7 == 0).astype(np.float32), plan)
-    step = nxp.train_step(masked, microbatches=microbatches, outputs=("per_example",))
-    metrics = step(model, optimizer, batch)
-    results.append((metrics, kernel(model)))
-    assert metrics["per_example"].shape == (64,)
-  assert step.reduction.startswith("once, after the scan, over data")
-  (whole, a), (split, b) = results
-  np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-  for name in ("loss", "error", "per_example"):
-    np.testing.assert_allclose(whole[name], split[name], rtol=2e-5)
-  # A plain scalar is a mean over microbatches, whatever they hold; a pair is exact.
-  np.testing.assert_allclose(split["seen"] * parts, whole["seen"], rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():
-  results = []
-  for mesh in ({"data": 8, "fsdp": 1, "tensor": 1}, CUBE):
-    plan, model, optimizer = make(Net, mesh=mesh)
-    step = nxp.train_step(loss_fn, microbatches=2)
-    step(model, optimizer, data(plan, 32))
-    assert step.reduction.startswith("in each microbatch: the loss changes Variables")
-    assert int(model.drop.rngs.count.get_value()) == 2
-    results.append((kernel(model), np.asarray(model.norm.mean.get_value())))
-  for a, b in zip(*results, strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.cases(1)
@@ -866,82 +534,6 @@ def test_norms_of_complex_gradients_have_their_imaginary_part():
   assert float(optimizer.opt_state.norms[0]) == pytest.approx(float(wanted), rel=1e-6)
 
 
-def test_the_norm_of_gradients_is_without_the_loss_scale():
-  x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
-  norms = []
-  for tx in (optax.sgd(0.1), nxp.with_loss_scale(optax.sgd(0.1))):
-    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    step = nxp.train_step(lambda m, b: jnp.square(m(b)).mean(), diagnostics=True)
-    norms.append(float(step(model, nnx.Optimizer(model, tx, wrt=nnx.Param), x)["grad_norm"]))
-  assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-
-
-def test_a_plain_metric_of_arrays_of_different_lengths_has_no_weight():
-  model, batch = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {"a_mask": jnp.ones((8, 8)), "x": jnp.ones((16, 4))}
-  with pytest.raises(
-    nxp.errors.TrainError, match="differ in their length, so the metric 'loss' has no"
-  ) as error:
-    nxp.eval_step(lambda m, b: m(b["x"]).mean(), pairs=True)(model, batch)
-  assert "batch['a_mask'] has 8 rows, batch['x'] has 16 rows" in str(error.value)
-  step = nxp.eval_step(lambda m, b: nxp.weighted(m(b["x"]).sum(), 16), pairs=True)
-  assert float(step(model, batch)["loss"][1]) == 16
-
-
-@pytest.mark.nightly
-def test_diagnostics_of_several_models_and_of_a_name_that_is_taken():
-  pairs = [make(Plain)[1:] for _ in range(2)]
-  models, optimizers = (dict(zip("ab", side, strict=True)) for side in zip(*pairs, strict=True))
-  x = jnp.ones((16, 8))
-  both = lambda m, b: jnp.square(m["b"](m["a"](b))).mean()
-  assert {"a/grad_norm", "b/grad_norm"} < nxp.train_step(both, diagnostics=True)(models, optimizers, x).keys()
-  one = {key: lambda m, b, key=key: jnp.square(m[key](b)).mean() for key in "ab"}
-  found = nxp.train_step(one, diagnostics=True)(models, optimizers, x)
-  assert found.keys() == {"a/loss", "a/grad_norm", "b/loss", "b/grad_norm"}
-  taken = nxp.train_step(lambda m, b: (m(b).mean(), {"grad_norm": 1.0}), diagnostics=True)
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"returned a metric 'grad_norm', which diagnostics=True adds\."
-  ):
-    taken(*pairs[0], x)
-
-
-def test_evaluation_leaves_the_module_alone():
-  plan, model, _ = make(Net)
-  evaluate = nxp.eval_step(masked, outputs=("per_example",), pairs=True)
-  batch = {**data(plan), "w": jnp.ones((16,))}
-  before = np.asarray(model.norm.mean.get_value())
-  metrics = evaluate(model, batch)
-  total, count = metrics["loss"]
-  assert float(count) == 16
-  assert np.isclose(float(total), float(metrics["per_example"].sum()), rtol=1e-5)
-  assert np.array_equal(before, np.asarray(model.norm.mean.get_value()))
-  model.eval()
-  evaluate(model, batch)
-  assert len(evaluate.compiles) == 2
-
-
-@pytest.mark.usefixtures("compiled_here")
-@pytest.mark.parametrize("make", ["train", "evaluate"])
-def test_options_of_the_compiler_reach_it(tmp_path, make):
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.sgd(0.1))
-  model, optimizer = placed(plan)
-  objects = (model, optimizer) if make == "train" else (model,)
-  make_step = nxp.train_step if make == "train" else nxp.eval_step
-  batch = nxp.shard_batch(np.ones((8, 8), np.float32), plan)
-  loss = lambda model, x: (model(x) ** 2).mean()
-  step = make_step(loss, compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})
-  step(*objects, batch)
-  assert [*tmp_path.glob("*after_optimizations.txt")]
-  wrong = make_step(loss, compiler_options={"xla_no_such_option": True})
-  with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-    wrong(*objects, batch)
-  if make == "train":
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-      wrong.lower(*objects, batch).compile()
-  step(*objects, batch)  # the failed compilation took nothing away
-  with pytest.raises(nxp.errors.TrainError, match=r"compiler_options=\['xla'\] is no dict of names"):
-    make_step(loss, compiler_options=["xla"])
-
-
 AUX = {
   "array": (lambda y: y, {"aux": (16, 3)}),
   "tuple": (lambda y: (y, y.sum(-1)), {"aux[0]": (16, 3), "aux[1]": (16,)}),
@@ -971,24 +563,6 @@ def test_anything_beside_the_loss_is_returned(of, shapes, microbatches):
     for a, b in zip(values, jax.tree.leaves(wanted[1]), strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert float(metrics["loss"]) == pytest.approx(float(wanted[0]), rel=1e-5)
-
-
-def test_what_beside_the_loss_cannot_be_returned():
-  plan = nxp.plan(lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
-  x = np.ones((16, 4), np.float32)
-  plain = lambda model, x: (model(x) ** 2).mean()
-  with pytest.raises(nxp.errors.TrainError, match=r"returns \(loss, aux\)"):
-    nxp.train_step(plain, has_aux=True)(model, optimizer, x)
-  with pytest.raises(nxp.errors.TrainError, match=r"has_aux=True"):
-    nxp.train_step(lambda model, x: (plain(model, x), model(x)))(model, optimizer, x)
-  weights = lambda model, x: (plain(model, x), model.kernel[...])
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"aux does not have the examples on dim 0(.|\n)*microbatches=1"
-  ):
-    nxp.train_step(weights, has_aux=True, microbatches=2)(model, optimizer, x)
-  with pytest.raises(nxp.errors.TrainError, match="has_aux=True alone"):
-    nxp.train_step(weights, has_aux=True, outputs="a")
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -12,7 +12,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import path_str
-from nnx_parallel.testing import assert_same_training, with_gradient_norms
 from train import models
 from train.models import RULES, Net, data, loss_fn
 from training import placed
@@ -47,31 +46,6 @@ def assert_close(a, b, rtol=1e-5):
     np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=rtol, err_msg=name)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.slow
-def test_masters_train_as_float32_parameters_do(zero):
-  # The gradients are taken at the rounded parameters, so the reference rounds its parameters too.
-  plan = plan_on("dp x fsdp x tp", nxp.with_masters(optax.adam(1e-2)), jnp.bfloat16, zero=zero)
-  model, optimizer = train(plan, data())
-  nxp.check_layout(model, plan, optimizer=optimizer)
-
-  graphdef, start = nnx.split(unplaced(jnp.bfloat16))
-  full = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.as_pure(start))
-  tx = optax.adam(1e-2)
-  state = tx.init(full)
-  for batch in data():
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), full)
-    grads = jax.grad(lambda p, x: loss_fn(nnx.merge(graphdef, p), x))(low, batch)
-    updates, state = tx.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state)
-    full = optax.apply_updates(full, updates)
-  masters = arrays(optimizer.opt_state.masters)
-  expected = {path_str(path): np.asarray(x) for path, x in nnx.to_flat_state(full)}
-  assert_close(masters, expected, rtol=2e-3)
-  for name, value in arrays(model).items():
-    np.testing.assert_array_equal(value, masters[name].astype(jnp.bfloat16).astype(np.float32))
-
-
 @pytest.mark.slow
 def test_small_updates_add_up_only_with_masters():
   def moved(tx):
@@ -81,15 +55,6 @@ def test_small_updates_add_up_only_with_masters():
 
   # Adam moves every weight by its learning rate: far below the spacing of most bfloat16 weights here.
   assert moved(nxp.with_masters(optax.adam(2e-5))) > 2 * moved(optax.adam(2e-5))
-
-
-def test_float32_parameters_get_no_copy():
-  plan = plan_on("dp", nxp.with_masters(optax.adam(1e-2)))
-  plain = plan_on("dp", optax.adam(1e-2))
-  assert plan.bytes_per_device() == plain.bytes_per_device()
-  np.testing.assert_array_equal(
-    arrays(train(plan, data())[0])["up.kernel"], arrays(train(plain, data())[0])["up.kernel"]
-  )
 
 
 def test_bytes_of_masters_and_averages():
@@ -102,13 +67,6 @@ def test_bytes_of_masters_and_averages():
   )  # master, average, two moments; counters
   model, optimizer = train(plan, data(2), gradients="scattered")
   nxp.check_layout(model, plan, optimizer=optimizer)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_all_of_them_train_like_one_device():
-  tx = nxp.with_masters(nxp.skip_nonfinite(nxp.with_ema(optax.adam(1e-2, mu_dtype=jnp.bfloat16), 0.9)))
-  assert_same_training(loss_fn, {"split": plan_on("dp x fsdp x tp", with_gradient_norms(tx))}, data())
 
 
 CLIPPED = {
@@ -155,12 +113,6 @@ def norm_of(values):
   return float(np.sqrt(sum((value.astype(np.float64) ** 2).sum() for value in values)))
 
 
-def test_moments_in_bfloat16_are_planned_so():
-  plan = plan_on("dp x fsdp x tp", optax.adam(1e-2, mu_dtype=jnp.bfloat16))
-  assert plan["optimizer/opt_state.0.mu.up.kernel"].dtype == jnp.bfloat16
-  assert plan["optimizer/opt_state.0.nu.up.kernel"].dtype == jnp.float32
-
-
 def test_ema_is_the_average_of_the_parameters():
   decay = 0.8
   plan = plan_on("dp x fsdp x tp", nxp.with_ema(optax.sgd(0.5), decay), zero=1)
@@ -175,13 +127,6 @@ def test_ema_is_the_average_of_the_parameters():
   nxp.check_layout(averaged, plan)
   step(model, optimizer, nxp.shard_batch(data()[0], plan))
   assert_close(arrays(averaged), expected, rtol=1e-6)  # donation did not take its arrays
-
-
-def test_ema_of_needs_one_average():
-  model, optimizer = train(plan_on("dp", optax.sgd(0.1)), data(1))
-  with pytest.raises(nxp.errors.TrainError, match="holds 0 averages") as error:
-    nxp.ema_of(optimizer, model)
-  assert "Fix: plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))" in str(error.value)
 
 
 @pytest.mark.cases(1)
@@ -206,36 +151,3 @@ def test_a_nonfinite_step_changes_nothing(wrap, dtype):
   state = optimizer.opt_state
   state = state if hasattr(state, "total_notfinite") else state.inner
   assert int(state.total_notfinite[...]) == 2
-
-
-def test_a_lasting_failure_shows_when_asked():
-  plan = plan_on("dp", nxp.skip_nonfinite(optax.sgd(0.1), max_consecutive=1))
-  model, _ = train(plan, [np.full((32, 16), np.nan, np.float32)] * 2)
-  assert np.isnan(arrays(model)["down.bias"]).all()
-
-
-def test_bad_arguments():
-  with pytest.raises(nxp.errors.TrainError, match=r"decay=1.0 is not a weight of the past"):
-    nxp.with_ema(optax.sgd(0.1), 1)
-  with pytest.raises(nxp.errors.TrainError, match="max_consecutive=-1"):
-    nxp.skip_nonfinite(optax.sgd(0.1), -1)
-  tx = nxp.with_masters(optax.sgd(0.1))
-  state = tx.init({"a": jnp.ones(2)})
-  with pytest.raises(nxp.errors.TrainError, match="with_masters needs the parameters"):
-    tx.update({"a": jnp.ones(2)}, state)
-
-
-def test_opaque_sam_gets_its_gradient_function_through_a_wrapper():
-  def sam():
-    return optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=2, opaque_mode=True)
-
-  x = np.ones((8, 8), np.float32)
-  kernels = []
-  for tx in (sam(), nxp.with_loss_scale(sam())):
-    plan = nxp.plan(
-      lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(), optimizer=tx
-    )
-    model, optimizer = placed(plan)
-    nxp.train_step(lambda model, x: (model(x) ** 2).mean())(model, optimizer, nxp.shard_batch(x, plan))
-    kernels.append(np.asarray(model.kernel[...]))
-  np.testing.assert_array_equal(*kernels)

@@ -1,8 +1,5 @@
 """`check_gradients` finds each kind of wrong gradient, and raises no false alarm."""
 
-import dataclasses
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -159,23 +156,6 @@ def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: A
   assert factor != 0 or "the gradient is 0, and the derivative is not" in last.why
 
 
-def test_right_custom_rule_is_right():
-  assert check(lambda: Block(None, with_own_rule(same)))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_small_leaf_among_large_ones_weighs_alike():
-  """The gradient of the scale is a thousandth of the others', and twice too large."""
-
-  class Small(Block):
-    def __call__(self, x: jax.Array) -> jax.Array:
-      scale = in_reverse(double)(self.norm.scale[...]) * 1e-3 + 1
-      return self.down(nnx.gelu(self.up(x * scale[None])))
-
-  assert check(lambda: Small(None)).wrong == ("norm.scale",)
-
-
 def test_steps_own_way_is_checked():
   """The step computes the grouped kernel gradient by hand."""
   plan, model, optimizer = trained(Grouped)
@@ -230,19 +210,6 @@ def test_each_of_several_models_is_checked():
     nxp.train_step(losses).check_gradients(models, {"a": one}, x)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_dtype_of_one_of_several_models_is_said():
-  plan, first, one = trained(lambda: Block(None))
-  _, second, two = trained(lambda: Block(None, in_reverse(double)))
-  losses = {"a": lambda models, x: loss_fn(models["a"], x)}
-  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
-  coarse = {"a": losses["a"], "b": lambda m, x: loss_fn(m["b"], x).astype(jnp.bfloat16).astype(jnp.float32)}
-  found = nxp.train_step(coarse).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x)
-  assert found.dtype == "bfloat16"
-  assert "6 leaves" in dataclasses.replace(found, comparisons=tuple(filter(bool, found.comparisons))).summary
-
-
 def test_loss_scale_and_frozen_parameters():
   class Half(nnx.Module):
     def __init__(self):
@@ -289,63 +256,6 @@ def test_examples_that_depend_on_each_other_are_no_alarm():
 
   found = check(lambda: Block(None), contrastive)
   assert found.loss_verdict == "right"
-
-
-@pytest.mark.slow
-def test_what_forward_mode_cannot_do_is_said():
-  @jax.custom_vjp
-  def tanh(x: jax.Array) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.pure_callback(np.tanh, shape, x, vmap_method="sequential")
-
-  tanh.defvjp(lambda x: (tanh(x), x), lambda x, g: (2 * g * (1 - jnp.tanh(x) ** 2),))
-  found = check(lambda: Block(None, tanh))
-  assert {look.verdict for look in found.comparisons} == {"not decided"}
-  assert found.loss_verdict == "not decided"
-  assert "4 leaves are not decided" in found.summary
-  assert "not checked: the gradients: forward mode cannot compute this loss: Pure callbacks" in found.summary
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_coarse_dtypes(dtype: Any):
-  class Low(nnx.Module):
-    def __init__(self, change: Any):
-      rngs = nnx.Rngs(0)
-      self.scale = nnx.Param(jnp.ones(16, dtype))
-      self.up = nnx.Linear(16, 32, dtype=dtype, param_dtype=dtype, rngs=rngs)
-      self.change = change
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-      return nnx.gelu(self.up(self.change(self.scale[None] * x.astype(dtype)))).astype(jnp.float32)
-
-  assert check(lambda: Low(same))
-  found = check(lambda: Low(in_reverse(double)))
-  assert found.wrong == ("scale",)
-  assert found.dtype == jnp.dtype(dtype).name
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_gradient_that_is_zero_but_for_rounding_is_no_alarm():
-  """A bias before a norm, and the bias of the keys, whose gradients are zero."""
-
-  class Zero(nnx.Module):
-    def __init__(self):
-      rngs = nnx.Rngs(0)
-      self.up = nnx.Linear(16, 16, rngs=rngs)
-      self.norm = nnx.BatchNorm(16, rngs=rngs)
-      self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-      self.unused = nnx.Param(jnp.ones(4))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-      return self.attention(self.norm(self.up(x)))
-
-  found = check(Zero, shape=(8, 4, 16))
-  assert found
-  assert "note: unused: no gradient, by either mode" in str(found)
 
 
 def test_gradient_that_is_not_finite_is_wrong():
@@ -448,21 +358,6 @@ def test_rounding_with_a_rule_of_its_own_is_no_alarm():
 
 
 @pytest.mark.nightly
-@pytest.mark.cases(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "middle",
-  [
-    lambda x: straight_through(in_reverse(double)(x)),
-    lambda x: with_own_rule(double)(x + (x.astype(jnp.int8) // 99).astype(x.dtype)),
-  ],
-  ids=["beside a rule that rounds", "beside a cast to few bits"],
-)
-def test_rounding_hides_no_other_fault(middle: Any):
-  assert check(lambda: Block(None, middle)).wrong == ("norm.scale", "up.kernel")
-
-
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_each_of_many_equal_layers_is_looked_at():
   class Deep(nnx.Module):
@@ -476,48 +371,3 @@ def test_each_of_many_equal_layers_is_looked_at():
 
   found = check(Deep)
   assert found.wrong == ("layers.18.kernel",)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_advice_is_what_helps():
-  advice = {
-    "nxp.train_step": check(lambda: Block("tensor")),
-    "perhaps on purpose": check(lambda: Block(None, with_own_rule(double))),
-    "jax_debug_nans": check(lambda: Block(None, lambda x: jnp.sqrt(x * 0))),
-  }
-  plan, model, optimizer = trained(lambda: Block(None, in_reverse(without_sum)))
-  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), plan)
-  advice["nxp.check_step"] = nxp.train_step(loss_fn).check_gradients(model, optimizer, x)
-  for said, found in advice.items():
-    with pytest.raises(nxp.errors.TrainError, match=f"Fix: .*{said}"):
-      found.raise_if_wrong()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_check_keeps_no_array_that_the_next_step_would_have_to_copy():
-  plan, model, optimizer = trained(lambda: Block(None))
-  x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
-  step = nxp.train_step(loss_fn)
-  gc.collect()
-  gc.disable()
-  try:
-    assert step.check_gradients(model, optimizer, x)
-    assert nxp.check_gradients(model, x, loss_fn)
-    before = weakref.ref(model.up.kernel.get_raw_value())
-    step(model, optimizer, x)
-    left = before()
-    assert left is None or left.is_deleted()
-  finally:
-    gc.enable()
-
-
-def test_arguments_in_another_order_are_an_error_with_the_call():
-  loss = lambda model, x: model(x).sum()
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"live models, and got a function[\s\S]*\(model, batch, loss_fn\)"
-  ):
-    nxp.check_gradients(loss, jnp.ones((8, 8)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-  with pytest.raises(nxp.errors.TrainError, match="from a loss function, and not from an ArrayImpl"):
-    nxp.check_gradients(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), loss, jnp.ones((8, 8)))

@@ -193,13 +193,3 @@ def test_a_coarse_reduction_is_compared_with_one_device_that_reduces_nothing():
   found = nxp.check_step(plan, None, lambda model, x: (model(x) ** 2).mean(), batch, reduction="bfloat16")
   assert found
   assert "changed by the same, to 1e-01" in str(found)
-
-
-def test_a_second_plan_that_is_none_is_an_error_with_the_call():
-  init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), optimizer=optax.sgd(0.1))
-  loss = lambda model, x: model(x).sum()
-  with pytest.raises(
-    nxp.errors.PlanError, match=r"two plans, but the second is a function[\s\S]*None, loss_fn, batch"
-  ):
-    nxp.check_step(plan, loss, np.ones((8, 8), np.float32), {})

@@ -1,7 +1,7 @@
 """Searches for combinations of features that train other numbers than one device, or are refused falsely.
 
-    python -m benchmarks.seams --seeds 0:100
-    python -m benchmarks.seams --seeds 7:8 --show       one case, printed
+    python -m searches.seams --seeds 0:100
+    python -m searches.seams --seeds 7:8 --shrink       one case, and the smallest one that fails as it does
 
 Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from a seed:
 features of a small decoder, a loss, options of the step, a mesh and the type of its axes, and what follows
@@ -15,30 +15,13 @@ toolkit says what cannot be done and `TRUE` knows that it is so, and *wrong* oth
 from __future__ import annotations
 
 import argparse
-import collections
-import contextlib
 import dataclasses
 import os
 import random
 import re
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("NPROC", "64")  # a collective holds one of XLA's threads for each device that waits
-os.environ.setdefault(
-  "XLA_FLAGS",
-  "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-  " --xla_llvm_disable_expensive_passes=true"
-  # An older XLA ends the process.
-  + " --xla_cpu_opt_preset=FAST_COMPILE"
-  * ([int(number) for number in metadata.version("jaxlib").split(".")[:2]] >= [0, 12]),
-)
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +31,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import NnxParallelError
+from searches import driver
 
+SEEDS = "0:50"
 LENGTH, TOKENS = 4, 12
 TOLERANCE = 2e-4
 
@@ -99,8 +84,6 @@ TRUE = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is combined; drawn from `seed`."""
-
   seed: int
   features: frozenset[str]
   layers: int
@@ -117,7 +100,6 @@ class Case:
 
   @classmethod
   def draw(cls, seed: int) -> Case:
-    """The case of a seed."""
     rng = random.Random(seed)
     features = frozenset(rng.sample(FEATURES, rng.choice((0, 1, 1, 2, 2, 3))))
     if "scan over layers" in features:  # one class of stacked layers
@@ -138,26 +120,13 @@ class Case:
       drawn = dataclasses.replace(drawn, options=plain, microbatches=1, explicit="no axis")
     return drawn
 
-  def __str__(self) -> str:
-    chosen = {name: x for name, x in self.options.items() if x not in (None, "auto", False)}
-    return (
-      f"{self.seed}: {', '.join(sorted(self.features)) or 'plain'}; {self.layers} layers; loss {self.loss};"
-      f" microbatches {self.microbatches}; {chosen}; {self.layout}, {self.explicit} Explicit;"
-      f" zero {self.zero}; {'loss scale; ' if self.scaled else ''}then {self.after}; {self.way},"
-      f" {self.examples} examples"
-    )
-
 
 class Tables(NamedTuple):
-  """Arrays in a container."""
-
   sine: Any
   cosine: Any
 
 
 class Block(nnx.Module):
-  """A layer with the features of a case."""
-
   def __init__(self, width: int, features: frozenset[str], rngs: nnx.Rngs):
     self.norm = nnx.LayerNorm(width, rngs=rngs)
     self.up = nnx.Linear(width, 2 * width, rngs=rngs)
@@ -176,7 +145,6 @@ class Block(nnx.Module):
     )
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """`(..., LENGTH, width)` to the same shape."""
     y = self.norm(x)
     if self.tables is not None:
       y = y * jnp.broadcast_to(self.tables.cosine, y.shape) + jnp.broadcast_to(self.tables.sine, y.shape)
@@ -195,8 +163,6 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-  """A small decoder with the features of a case."""
-
   def __init__(self, case: Case, rngs: nnx.Rngs):
     has, width = case.features, 10 if "uneven width" in case.features else 8
     self.embed = nnx.Embed(TOKENS, width, rngs=rngs)
@@ -218,7 +184,6 @@ class Model(nnx.Module):
     self.head = None if "tied head" in has else nnx.Linear(width, TOKENS, rngs=rngs)
 
   def features(self, tokens: jax.Array) -> jax.Array:
-    """`(..., LENGTH, width)` of `(..., LENGTH)`."""
     x = self.embed(tokens if self.order is None else self.order[tokens])
     if self.bias is not None:
       x = x + jnp.broadcast_to(self.bias["first"], x.shape)
@@ -230,18 +195,15 @@ class Model(nnx.Module):
     return x
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Logits `(..., LENGTH, TOKENS)` of tokens `(..., LENGTH)`."""
     x = self.features(tokens)
     return self.embed.attend(x) if self.head is None else self.head(x)
 
 
 def nats(model: Model, batch: Any) -> jax.Array:
-  """The loss of each token."""
   return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
 
 
 def contrast(model: Model, batch: Any) -> jax.Array:
-  """Each example against all others."""
   z = model.features(batch["x"]).mean(-2)
   return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z))).mean()
 
@@ -253,7 +215,6 @@ def balance(model: Model, batch: Any) -> jax.Array:
 
 
 def penalty(model: Model, batch: Any) -> jax.Array:
-  """A gradient inside the loss."""
   slope = jax.grad(lambda s: (s * model.features(batch["x"])).mean())(jnp.float32(1.0))
   return nats(model, batch).mean() + jnp.square(slope)
 
@@ -282,7 +243,6 @@ INSIDE = ("vmap", "map", "jit", "checkpoint", "penalty")
 
 
 def data(examples: int) -> dict[str, np.ndarray]:
-  """A batch."""
   rng = np.random.default_rng(0)
   x, y = rng.integers(0, TOKENS, (2, examples, LENGTH)).astype(np.int32)
   return {"x": x, "y": y, "w": (rng.random((examples, LENGTH)) < 0.5).astype(np.float32)}
@@ -328,25 +288,21 @@ def follow(
 
 
 def distance_to(model: Model, teacher: Model, batch: Any) -> jax.Array:
-  """How far the logits of two models are from each other."""
   return jnp.square(model(batch["x"]) - jax.lax.stop_gradient(teacher(batch["x"]))).mean()
 
 
 def taught(loss: Callable[[Model, Any], Any]) -> Callable[..., jax.Array]:
-  """The loss of a student, which also follows its teacher."""
   return lambda models, batch: (
     value_of(loss(models["a"], batch)) + distance_to(models["a"], models["b"], batch)
   )
 
 
 def value_of(found: Any) -> jax.Array:
-  """The loss among what a loss function returns."""
   loss = found[0] if type(found) is tuple else found
   return loss.sum / loss.count if isinstance(loss, type(nxp.weighted(0, 1))) else loss
 
 
 def by_own_step(loss: Callable[[Model, Any], Any], model: Model) -> Callable[..., dict[str, jax.Array]]:
-  """The step that a user writes."""
   gathered = nxp.parallel.gather_on_read(lambda model, batch: value_of(loss(model, batch)), model)
 
   @nnx.jit
@@ -361,7 +317,6 @@ def by_own_step(loss: Callable[[Model, Any], Any], model: Model) -> Callable[...
 def trained(
   case: Case, sizes: Mapping[str, int], options: Mapping[str, Any], zero: int
 ) -> tuple[list[float], Any]:
-  """Losses and the state after some steps."""
   plan, loss = planned(case, sizes, zero=zero), LOSSES[case.loss]
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.check_layout(model, plan, optimizer=optimizer)
@@ -391,67 +346,58 @@ def distance(a: Any, b: Any) -> float:
   return float(abs(np.asarray(a, float) - b).max() / max(1.0, abs(np.asarray(a, float)).max()))
 
 
-def check(case: Case) -> str:
-  """The verdict, with its reason."""
+def check(case: Case, given: argparse.Namespace | None = None) -> driver.Result:
   if case.loss in INSIDE and case.features & {"statistics", "dropout", "scan over layers"}:
-    return "skipped: flax refuses to write Variables, or to scan, inside a transform of JAX"
+    return verdict("skipped", "flax refuses to write Variables, or to scan, inside a transform of JAX")
   if {"scale in layers", "scan over layers"} <= case.features:
-    return "skipped: nnx.vmap under jit does not stack a plain array that a layer makes"
+    return verdict("skipped", "nnx.vmap under jit does not stack a plain array that a layer makes")
+  if given:
+    nxp.compilation_cache(
+      os.path.join(tempfile.gettempdir(), "nnx_parallel-seams")
+    )  # many programs are equal
   options = dict(case.options)
   if "stage" in LAYOUTS[case.layout]:
     order: Any = ("gpipe", "1f1b", None, None)[case.seed % 4]
     options["pipeline"] = nxp.Pipeline("stage", order=order, recompute=case.seed % 4 < 3)
     if not options["pipeline"].recompute:
       options.pop("remat", None)  # an error without recomputation
-  with contextlib.suppress(NnxParallelError):
-    try:
-      losses, found = trained(case, LAYOUTS[case.layout], options, case.zero)
-    except NnxParallelError as error:
-      text = f"{type(error).__name__}: {error}"
-      known = any(re.search(pattern, text) and holds(case) for pattern, holds in TRUE)
-      return f"{'refused' if known else 'FALSELY REFUSED'}: {text}"
-    wanted, state = trained(case, {"data": 1}, {}, 0)
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
-    off = max((distance(a, b) for a, b in pairs), default=0.0)
-    lost = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(wanted, losses, strict=True))
-    bad = not (lost < TOLERANCE and off < TOLERANCE)
-    return f"{'WRONG' if bad else 'right'}: losses {wanted} {losses}, parameters off by {off:.1e}"
-  return "WRONG: one device refused it"
-
-
-def main() -> None:
-  """Checks a range of seeds."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--seeds", default="0:50", help="first:end")
-  parser.add_argument("--show", action="store_true", help="print every case, and raise what it raises")
-  arguments = parser.parse_args()
-  first, end = map(int, arguments.seeds.split(":"))
-  counts: collections.Counter[str] = collections.Counter()
-  began = time.monotonic()
-  with tempfile.TemporaryDirectory() as cache:  # many small programs of the cases are equal
-    nxp.compilation_cache(cache)
-    for seed in range(first, end):
-      checked(seed, counts, show=arguments.show)
-  print(f"{dict(counts)} in {time.monotonic() - began:.0f} s")
-  sys.exit(any(kind not in ("right", "refused", "skipped") for kind in counts))
-
-
-def checked(seed: int, counts: collections.Counter[str], *, show: bool) -> None:
-  """Checks a case, counts its verdict, and prints what somebody should read."""
-  case = Case.draw(seed)
-  if show:
-    print(case, flush=True)
   try:
-    verdict = check(case)
-  except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-    if show:
-      raise
-    verdict = f"BROKEN: {type(error).__name__}: {error}"
-  kind = verdict.split(":")[0]
-  counts[kind] += 1
-  if show or kind not in ("right", "skipped"):
-    print(f"{case}\n  {verdict}", flush=True)
+    losses, found = trained(case, LAYOUTS[case.layout], options, case.zero)
+  except NnxParallelError as error:
+    text = f"{type(error).__name__}: {error}"
+    known = any(re.search(pattern, text) and holds(case) for pattern, holds in TRUE)
+    return verdict("refused" if known else "FALSELY REFUSED", text)
+  try:
+    wanted, state = trained(case, {"data": 1}, {}, 0)
+  except NnxParallelError as error:
+    return verdict("WRONG", f"one device refused it: {error}")
+  pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
+  off = max((distance(a, b) for a, b in pairs), default=0.0)
+  lost = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(wanted, losses, strict=True))
+  bad = not (lost < TOLERANCE and off < TOLERANCE)
+  return verdict("WRONG" if bad else "right", f"losses {wanted} {losses}, parameters off by {off:.1e}")
+
+
+def verdict(kind: str, why: str) -> driver.Result:
+  return {"verdict": kind, "message": why}
+
+
+def cases(seed: int, _: argparse.Namespace) -> list[Case]:
+  return [Case.draw(seed)]
+
+
+def smaller(case: Case) -> Iterator[Case]:
+  for feature in sorted(case.features):
+    yield dataclasses.replace(case, features=case.features - {feature})
+  for name, values in OPTIONS.items():
+    if case.options[name] != values[0]:
+      yield dataclasses.replace(case, options={**case.options, name: values[0]})
+  plain = {"loss": "mean", "way": "one model", "after": "nothing", "scaled": False, "explicit": "no axis",
+           "zero": 0, "microbatches": 1, "layers": 2, "examples": 16, "layout": "data 4"}  # fmt: skip
+  for name, value in plain.items():
+    if getattr(case, name) != value:
+      yield dataclasses.replace(case, **{name: value})
 
 
 if __name__ == "__main__":
-  main()
+  driver.run("searches.seams")

@@ -8,7 +8,7 @@ started on its folder. In the end every loss must be that of an undisturbed run,
 on from the newest good step that was reported as saved (one save may be complete and not reported), every
 step that is kept must verify, each second job must have been refused, and no process may be left.
 
-  python -m benchmarks.soak --kills 30
+  python -m searches.soak --kills 30 --minutes 10
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import time
 import uuid
 from pathlib import Path
 
-from benchmarks.harness import Record
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.hosts.launch import Job, launch
+from searches import driver
 
 TROUBLES = ("a damaged step", "a full disk", "a second job", "data that ends early", "a slow disk")
 PROCESSES, SAVE_EVERY, HANG_AFTER = 4, 20, 8.0
@@ -102,7 +102,6 @@ class Run:
     self.lines: list[str] = []
 
   def write(self, line: str) -> None:
-    """Takes a line of the launcher."""
     self.lines.append(line)
     words = line.split()
     if words[:2] == ["--", "restart"]:
@@ -119,7 +118,6 @@ class Run:
       self.step(int(words[2]), words[3], float(words[4]))
 
   def step(self, step: int, loss: str, when: float) -> None:
-    """A step was made."""
     if not self.training.is_set():
       if not self.reported < step <= self.reported + SAVE_EVERY + 1:
         self.problems.append(f"went on with step {step}, and step {self.reported} was saved")
@@ -131,7 +129,6 @@ class Run:
     self.losses[step].add(loss)
 
   def trouble(self, kind: str, over: threading.Event) -> None:
-    """Makes one of the `TROUBLES`, until the run has met it."""
     file, restarts, reported = self.folder.parent / "trouble", self.restarts, self.reported
     if kind == "a second job":
       command = [sys.executable, *self.job.command[1:]]
@@ -176,7 +173,6 @@ class Run:
 
 
 def left(token: str) -> list[int]:
-  """The processes whose environment holds a text."""
   found: list[int] = []
   for entry in Path("/proc").iterdir():
     with contextlib.suppress(OSError):
@@ -185,11 +181,50 @@ def left(token: str) -> list[int]:
   return found  # not this one: its environment was fixed when it started
 
 
-def soak(
-  kills: int, minutes: float, steps: int, seed: int, root: Path
-) -> tuple[Run, collections.Counter[str]]:
-  """Runs until all kills are made, or the time is over, and to the last step."""
-  script = root / "train.py"
+SEEDS, WORKERS = "0:1", 0
+NOTES = [
+  f"{PROCESSES} processes of two simulated devices each; a save every {SAVE_EVERY} steps, three are kept."
+  " The times are from a signal to the end of the next step that was made, where no other signal came"
+  f" before: the pause of 0.5 s before a restart is in them, and, after SIGSTOP, {HANG_AFTER:g} s until"
+  " the launcher calls it a hang."
+]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+  parser.set_defaults(minutes=10)
+  parser.add_argument("--kills", type=int, default=30)
+  parser.add_argument("--steps", type=int, default=4000)
+
+
+def cases(seed: int, _: argparse.Namespace) -> list[int]:
+  return [seed]
+
+
+def check(seed: int, given: argparse.Namespace) -> driver.Result:
+  """A run until all kills are made, or the time is over, and to the last step."""
+  os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
+  os.environ.pop("XLA_FLAGS", None)  # the devices are the launcher's
+  with tempfile.TemporaryDirectory() as root:
+    run, done = soak(given, seed, Path(root))
+  if done.total() < min(20, given.kills):
+    run.problems.append(f"no more than {done.total()} troubles in the time")
+  counts = {("troubles", what): count for what, count in sorted(done.items())} | {
+    ("troubles", "all"): done.total(),
+    ("run", "steps"): given.steps,
+    ("run", "steps made again"): run.made - given.steps,
+    ("run", "problems"): len(run.problems),
+    ("recovery", "timed"): len(run.recoveries),
+  }
+  figures = {
+    ("recovery", f"signal to the next step, {name}"): (round(of(run.recoveries), 2), "s")
+    for name, of in (("median", statistics.median), ("max", max))
+  }
+  verdict, text = "WRONG" if run.problems else "right", "\n".join(run.problems)
+  return {"verdict": verdict, "message": text, "counts": counts, "figures": figures}
+
+
+def soak(given: argparse.Namespace, seed: int, root: Path) -> tuple[Run, collections.Counter[str]]:
+  kills, steps, script = given.kills, given.steps, root / "train.py"
   script.write_text(TRAINING)
   plain = Run(script, root / "plain", steps, 0.0, 0)
   if launch(plain.job, plain.write):
@@ -198,7 +233,7 @@ def soak(
   os.environ["NNX_PARALLEL_SOAK"] = token
   run = Run(script, root / "run", steps, 0.02, 2 * kills + 5)
   rng, done, over = random.Random(seed), collections.Counter[str](), threading.Event()
-  until = time.monotonic() + 60 * minutes
+  until = time.monotonic() + 60 * given.minutes
 
   def strikes() -> None:
     troubled = 0
@@ -239,44 +274,5 @@ def soak(
   return run, done
 
 
-def main() -> int:
-  """Soaks, writes the record, and fails when anything was wrong or lost."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--kills", type=int, default=30)
-  parser.add_argument("--minutes", type=float, default=10)
-  parser.add_argument("--steps", type=int, default=4000)
-  parser.add_argument("--seed", type=int, default=0)
-  args = parser.parse_args()
-  os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
-  began = time.monotonic()
-  with tempfile.TemporaryDirectory() as root:
-    run, done = soak(args.kills, args.minutes, args.steps, args.seed, Path(root))
-  record = Record(
-    "soak",
-    __doc__.split("\n", 1)[0],
-    command=" ".join(["python -m benchmarks.soak", *sys.argv[1:]]),
-    notes=[
-      f"{PROCESSES} processes of two simulated devices each; a save every {SAVE_EVERY} steps, three are kept."
-      " The times are from a signal to the end of the next step that was made, where no other signal came"
-      f" before: the pause of 0.5 s before a restart is in them, and, after SIGSTOP, {HANG_AFTER:g} s until"
-      " the launcher calls it a hang."
-    ],
-  )
-  for what, count in sorted(done.items()):
-    record.value(what, count, "", group="troubles")
-  record.value("all", done.total(), "", group="troubles")
-  record.value("steps", args.steps, "", group="run")
-  record.value("steps made again", run.made - args.steps, "", group="run")
-  record.value("problems", len(run.problems), "", group="run")
-  record.value("all of it", round(time.monotonic() - began), "s", group="run")
-  for name, of in (("median", statistics.median), ("max", max)):
-    record.value(f"signal to the next step, {name}", round(of(run.recoveries), 2), "s", group="recovery")
-  record.value("timed", len(run.recoveries), "", group="recovery")
-  print(*run.problems, sep="\n")
-  if not run.problems:
-    record.write()
-  return bool(run.problems) or done.total() < min(20, args.kills)
-
-
 if __name__ == "__main__":
-  sys.exit(main())
+  driver.run("searches.soak")
