@@ -41,8 +41,8 @@ Order: TypeAlias = Literal["gpipe", "1f1b"]
 """The order of the forward and backward passes in a train step; see `Pipeline`."""
 GROUPS = 3
 """The number of groups under way in 1F1B: one forward, one backward, and the start of the next group."""
-Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
-"""`(carry, rows, state, shared arrays, gathered arrays) -> (carry, state, results)`."""
+Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+"""`(carry, rows, state, shared arrays) -> (carry, state, results)`."""
 
 
 @check_arguments(TrainError)
@@ -248,12 +248,12 @@ class PipelineLoop:
   layer: Layer  # the program of one layer, for one microbatch
 
   def __call__(
-    self, inputs: PyTree, rows: PyTree, state: PyTree, shared: PyTree, gathered: PyTree
+    self, inputs: PyTree, rows: PyTree, state: PyTree, shared: PyTree
   ) -> tuple[PyTree, PyTree, PyTree]:
     """The last layer's results, like `inputs`; the state; other results, `[microbatches, layers, ...]`.
 
     `inputs` are `[groups, stages, ...]`; `rows` (arrays of each layer) and `state` (which layers change, each
-    microbatch in turn, without gradients) `[virtual_stages, stages, chunk, ...]`; `gathered` by microbatch.
+    microbatch in turn, without gradients) `[virtual_stages, stages, chunk, ...]`.
     """
     plan, active = self.schedule, self.active
     stages = np.arange(plan.stages)
@@ -262,17 +262,15 @@ class PipelineLoop:
     # Weights are read inside the chunk: as inputs of the chunk they would be saved for each tick.
     compute = self.by_stage(jax.checkpoint(self.chunk, prevent_cse=False))
     read, write = self.by_stage(at), self.by_stage(put)
-    shared, gathered = self.for_each_stage((shared, gathered))
+    shared = self.for_each_stage(shared)
     rows, active, state = swapped((rows, active, state))  # the dim of stages first
 
     def step(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
       belt, state, outputs = carry
 
-      def run(
-        given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
-      ) -> tuple[PyTree, PyTree]:
+      def run(given: PyTree, works: AnyArray, _: AnyArray, repeat: AnyArray) -> tuple[PyTree, PyTree]:
         before = read(state, repeat)
-        result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
+        result, changed, made = compute(given, before, rows, active, repeat, shared)
         # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
         changed = jax.lax.stop_gradient(self._where(works, changed, before))
         return result, (write(state, repeat, changed), made)
@@ -410,31 +408,29 @@ class PipelineLoop:
     active: AnyArray,
     repeat: AnyArray,
     shared: PyTree,
-    gathered: PyTree,
-    microbatch: AnyArray,
   ) -> tuple[PyTree, PyTree, PyTree]:
     """One chunk of layers of a stage, for one microbatch."""
     rows, active = at((rows, active), repeat)
-    return self.layers(carry, state, rows, active, shared, at(gathered, microbatch))
+    return self.layers(carry, state, rows, active, shared)
 
   def layers(
-    self, carry: PyTree, state: PyTree, rows: PyTree, active: AnyArray, shared: PyTree, gathered: PyTree
+    self, carry: PyTree, state: PyTree, rows: PyTree, active: AnyArray, shared: PyTree
   ) -> tuple[PyTree, PyTree, PyTree]:
-    """The layers of one chunk; `rows` and `active` are `[chunk, ...]`, `gathered` is for one microbatch."""
+    """The layers of one chunk; `rows` and `active` are `[chunk, ...]`."""
 
     def one(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
       row, old, active = given
-      new, changed, made = self.one_layer(carry, old, row, active, shared, gathered)
+      new, changed, made = self.one_layer(carry, old, row, active, shared)
       return new, (changed, made)
 
     carry, (state, made) = jax.lax.scan(one, carry, (rows, state, active))
     return carry, state, made
 
   def one_layer(
-    self, carry: PyTree, state: PyTree, row: PyTree, active: AnyArray, shared: PyTree, gathered: PyTree
+    self, carry: PyTree, state: PyTree, row: PyTree, active: AnyArray, shared: PyTree
   ) -> tuple[PyTree, PyTree, PyTree]:
     """One layer for one microbatch; a layer that is not `active` does nothing."""
-    new, changed, made = self.layer(carry, row, state, shared, gathered)
+    new, changed, made = self.layer(carry, row, state, shared)
     if self.schedule.missing:
       new, changed = where(active, (new, changed), (carry, state))
     return new, changed, made

@@ -134,12 +134,11 @@ class Gradients:
     ]
     places = {var: n for n, var in enumerate(self.outer)}
     # What all layers of a microbatch read: it travels with the microbatch, is in `outer`, or is known.
-    self.sent = [*of.travels, *of.gathered]
     self.shared = {key: places[var] for key, var in of.same.items() if var in places}
     known = {
       key: read(var, self.fixed)
       for key, var in self.stack.same.items()
-      if key not in self.sent and key not in self.shared
+      if key not in of.travels and key not in self.shared
     }
     late = dependents(of.eqns, {*self.stack.final, *variables(of.made_variables)})
     self.wanted = [
@@ -325,7 +324,7 @@ class Gradients:
     values = self._values(outer, batch)
     self.of.evaluate(self.of.before, values)
     carried = [jnp.asarray(read(var, values)) for var in self.stack.carried]
-    sent = {key: read(self.stack.same[key], values) for key in self.sent}
+    sent = {key: read(self.stack.same[key], values) for key in self.of.travels}
     return (carried, sent), [values[var] for var in self.bridge]
 
   def _leave(
@@ -363,7 +362,7 @@ class Gradients:
     def chunk(floats: list[jax.Array], rows: PyTree, outer: PyTree) -> PyTree:
       rows, active = {**rows, **at(inputs.rest, repeat)}, at(inputs.active, repeat)
       shared = {key: outer[n] for key, n in self.shared.items()}
-      result, _, made = self.loop.layers(with_floats(carry, floats), state, rows, active, shared, {})
+      result, _, made = self.loop.layers(with_floats(carry, floats), state, rows, active, shared)
       return floats_of(result), floats_of(made)
 
     _, pull = jax.vjp(chunk, floats_of(carry), at(weights.rows, repeat), weights.outer)
@@ -375,8 +374,7 @@ class Gradients:
     """The chunks of all stages, `[stages, ...]`: results, changed state, and the layers' other results."""
     shared = {key: weights.outer[n] for key, n in self.shared.items()}
     rows = weights.rows | self.rows
-    none = np.zeros(self.of.schedule.stages, np.int32)
-    return self.loop.by_stage(self.loop.chunk)(given, state, rows, self.active, repeat, shared, {}, none)
+    return self.loop.by_stage(self.loop.chunk)(given, state, rows, self.active, repeat, shared)
 
   def _made_of(self, under: Under, group: AnyArray) -> dict[Key, jax.Array]:
     """The layers' other results for a group, `[stages, layers, ...]`: each microbatch on its stage."""

@@ -104,7 +104,7 @@ class _SavingGradients(Gradients):
 
       def forward(floats: list[jax.Array], row: PyTree, shared: PyTree) -> PyTree:
         inputs = {key: shared[n] for key, n in self.shared.items()}
-        given = with_floats(carry, floats), state, {**row, **rest}, active, inputs, {}
+        given = with_floats(carry, floats), state, {**row, **rest}, active, inputs
         result, changed, made = self.loop.one_layer(*given)
         return (floats_of(result), floats_of(made)), (result, changed, made)
 

@@ -112,11 +112,9 @@ class AroundLayers:
     `known` are the values of `same` that all microbatches share; `kept`, results that are read elsewhere.
     """
 
-    def layer(
-      carry: PyTree, row: PyTree, state: PyTree, shared: PyTree, gathered: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree]:
+    def layer(carry: PyTree, row: PyTree, state: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
       carried, sent = carry
-      given = {**known, **shared, **gathered, **sent, **row, **state}
+      given = {**known, **shared, **sent, **row, **state}
       carried, made = self.stack.layer(carried, given)
       changed = {key: made[new] for key, new in self.of_layers.items()}
       return (carried, sent), changed, {key: made[key] for key in kept}
@@ -171,8 +169,7 @@ class TrainPipeline(AroundLayers):
     self._steps = self._count_steps()
     self.sort((*self.inputs[signature.model :], *(self.inputs[i] for i in self.alone.values())))
     same = self.same
-    self.travels = [key for key, var in same.items() if var in self.varies and is_inexact(var.aval)]
-    self.gathered = [key for key, var in same.items() if var in self.varies and not is_inexact(var.aval)]
+    self.travels = [key for key, var in same.items() if var in self.varies]
     self.shared = [key for key, var in same.items() if var not in self.varies and is_inexact(var.aval)]
 
   def __str__(self) -> str:
@@ -191,10 +188,9 @@ class TrainPipeline(AroundLayers):
   @property
   def keeps(self) -> str:
     """What each stage saves for the backward pass."""
-    saved, sent = self.options.saved_inputs(self.schedule), self.travels
-    if self.options.order != "gpipe":
-      sent = [*self.travels, *self.gathered]
-    size = sum(nbytes(v.aval) for v in (*self.stack.carried, *(self.stack.same[key] for key in sent)))
+    saved = self.options.saved_inputs(self.schedule)
+    sent = (self.stack.same[key] for key in self.travels)
+    size = sum(nbytes(var.aval) for var in (*self.stack.carried, *sent))
     return f"{format_bytes(saved * size)} for each stage, the inputs of {saved} chunks"
 
   def _outside(self) -> str:
@@ -213,7 +209,7 @@ class TrainPipeline(AroundLayers):
     stack, count = self.stack, self.signature.model
     fixed = values_of(self.program.jaxpr, model)
     self.evaluate(self.fixed, fixed)
-    apart = {*self.travels, *self.gathered, *self.shared}
+    apart = {*self.travels, *self.shared}
     known = {key: read(var, fixed) for key, var in stack.same.items() if key not in apart}
     piped = PipelineLoop(self.schedule, self.options.axis, self.mesh, self.layer(known, self.made_outside))
     starts, ends = self.count(model)
@@ -242,8 +238,7 @@ class TrainPipeline(AroundLayers):
     rows = {key: self.split_row(piped, key, fixed) for key in stack.rows}
     state = {key: rows.pop(key) for key in self.of_layers}
     shared = {key: read(stack.same[key], fixed) for key in self.shared}
-    gathered = {key: piped.joined_microbatches(varying[stack.same[key]]) for key in self.gathered}
-    (final, _), state, made = piped((carried, sent), rows, state, shared, gathered)
+    (final, _), state, made = piped((carried, sent), rows, state, shared)
     found = {var: final[n] for var, n in stack.final.items()}
     for key, x in made.items():
       found |= {var: piped.split_microbatches(x[:, place]) for var, place in stack.places(key)}

@@ -57,7 +57,7 @@ def pipeline(
     x: a pytree of arrays of global shape `[batch, ...]`. Microbatch `n` has the examples `n`,
       `n + microbatches`, `n + 2 * microbatches` and so on.
     *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids, the
-      result of an encoder. Floating-point arrays travel with `x`; others are replicated over the stages.
+      result of an encoder. They travel with `x`.
     microbatches: the number of microbatches. It must be a multiple of the number of stages, and it must
       divide the batch.
     axis: the mesh axis of the stages.
