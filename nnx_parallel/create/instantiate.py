@@ -59,7 +59,7 @@ def _bind(abstract_leaf: Leaf, array: AnyArray, row: LeafPlan, scope: Scope) -> 
     for key in ("out_sharding", "sharding_rules", "mesh"):
       metadata.pop(key, None)
     if row.names is not None and len(row.names) == len(row.shape):  # flax copies them to state of other rank
-      rules, exact = _resolved(row.names, row.spec)
+      rules, exact = _resolve(row.names, row.spec)
       metadata.update(out_sharding=row.names, sharding_rules=rules, mesh=row.mesh)
       # By names that do not say the whole layout, flax would move the state of an `nnx.Optimizer`.
       metadata["eager_sharding"] = exact
@@ -68,7 +68,7 @@ def _bind(abstract_leaf: Leaf, array: AnyArray, row: LeafPlan, scope: Scope) -> 
   return pad_variable(leaf, array, row.storage_shape) if any(row.padding) else leaf.copy(array)
 
 
-def _resolved(names: Names, spec: PartitionSpec) -> tuple[tuple[tuple[Any, Any], ...], bool]:
+def _resolve(names: Names, spec: PartitionSpec) -> tuple[tuple[tuple[Any, Any], ...], bool]:
   """The `sharding_rules` of the names, and whether flax derives the whole spec from them."""
   table: dict[Any, Any] = {}
   for name, axes in zip(names, spec, strict=True):

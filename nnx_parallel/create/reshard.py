@@ -221,25 +221,25 @@ def _move(source: AnyArray, leaf: LeafPlan) -> jax.Array:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
     # Cut and padded on its own devices, which may differ from the plan's devices.
-    return put(resized(source, leaf.shape, leaf.storage_shape), leaf.sharding)
+    return put(resize(source, leaf.shape, leaf.storage_shape), leaf.sharding)
   shape, host = leaf.storage_shape, np.asarray(source)
-  return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
+  return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _pad(host, index, shape))
 
 
-def resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
+def resize(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
   """A stored array of this logical shape with the padding of another storage shape, on its own devices."""
   where = array.sharding
   if isinstance(where, NamedSharding):  # with Explicit axes in its type, jax pads no dim to an uneven size
     array = jax.device_put(array, auto_sharding(where))
-  return _resized(array, shape, storage)
+  return _resize(array, shape, storage)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
+def _resize(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
   return pad(crop(array, shape, tuple(array.shape)), storage)
 
 
-def _padded(host: np.ndarray, index: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _pad(host: np.ndarray, index: Any, shape: tuple[int, ...]) -> np.ndarray:
   """One shard of `host` with zeros appended up to `shape`."""
   sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
   shard = np.zeros(sizes, host.dtype)

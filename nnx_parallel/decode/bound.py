@@ -29,7 +29,7 @@ from nnx_parallel.decode.rows import dims_of_rows
 from nnx_parallel.errors import DecodeError
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
-from nnx_parallel.layout.gather import Gather, gathered
+from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.train.axes import places_inside, places_outside, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
 
@@ -421,7 +421,7 @@ class Bound:
       named: list[Path | None] = [(n,) for n, x in enumerate(others) for _ in jax.tree.leaves(x)]
       return [*named, *(None for _ in jax.tree.leaves(rest))]
 
-    return gathered(gather, call, paths)
+    return gather_reads(gather, call, paths)
 
   def _steps(self, loop: Loop, asked: Asked, rows: Rows | None, caches: Arrays, args: Args) -> Steps:
     """The loop over a batch, or over rows with separate positions."""

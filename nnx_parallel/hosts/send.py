@@ -14,7 +14,7 @@ from nnx_parallel.core.nodes import array_leaves, path_str
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import listed
 from nnx_parallel.core.types import PyTree, Variable
-from nnx_parallel.create.reshard import resized
+from nnx_parallel.create.reshard import resize
 from nnx_parallel.create.slices import put
 from nnx_parallel.errors import HostError, ShardingError
 from nnx_parallel.hosts.data import check_concrete, shard_batch
@@ -95,7 +95,7 @@ def send(source: PyTree, to: nnx.Module | Plan) -> PyTree:
     for path, goal in theirs.items():
       value, old = mine[path].get_raw_value(), goal.get_raw_value()
       if value.shape != old.shape:
-        value = resized(value, tuple(goal.shape), tuple(old.shape))
+        value = resize(value, tuple(goal.shape), tuple(old.shape))
       goal.set_raw_value(put(value.astype(old.dtype), old.sharding))
   return to
 

@@ -290,15 +290,15 @@ class _Rewriting:
     if name in ("argmax", "top_k"):
       return self._best(eqn, x)
     if name == "gather" and isinstance(inputs[0], _Logits) and self._is_pick(eqn):
-      return [_Statistic(self._picked(eqn, x, _array(inputs[1])))]
+      return [_Statistic(self._pick(eqn, x, _array(inputs[1])))]
     labels = {pushed(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
     if len(labels) > 1:
       raise Untiled(eqn)
     own = labels.pop()
     if not own:
-      return [_Statistic(self._reduced(eqn, inputs))]
+      return [_Statistic(self._reduce(eqn, inputs))]
     is_plain = all(inputs[n].is_plain for n in logits) and not any(isinstance(x, _Statistic) for x in inputs)
-    form = None if is_plain or len(logits) > 1 else self._kept(eqn, x, logits[0], inputs)
+    form = None if is_plain or len(logits) > 1 else self._keep(eqn, x, logits[0], inputs)
     if form is not None:
       return [form._replace(labels=own)]
     values = [
@@ -307,7 +307,7 @@ class _Rewriting:
     ]
     return [_Logits(x, own) for x in bind(eqn, values)]
 
-  def _kept(self, eqn: JaxprEqn, x: _Logits, side: int, inputs: list[Value]) -> _Logits | None:
+  def _keep(self, eqn: JaxprEqn, x: _Logits, side: int, inputs: list[Value]) -> _Logits | None:
     """The form of a result, if the operation has a rule; else the columns need another pass."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     other: Any = _array(inputs[1 - side]) if len(inputs) == 2 else jnp.zeros(())
@@ -330,7 +330,7 @@ class _Rewriting:
   def _is_pick(self, eqn: JaxprEqn) -> bool:
     return is_pick(eqn) or is_row_pick(eqn, self._flat)
 
-  def _picked(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
+  def _pick(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
     """An element of each row."""
     given, out, dim = eqn.invars[0].aval, eqn.outvars[0].aval, x.dim
     if x.weight is not None:
@@ -342,7 +342,7 @@ class _Rewriting:
     found = x._replace(base=found).value(out.update(shape=found.shape))
     return jnp.broadcast_to(found.reshape(found.shape[: len(out.shape)]), out.shape)
 
-  def _reduced(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
+  def _reduce(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
     """A result without columns."""
     name, x = eqn.primitive.name, inputs[0]
     if name == "dot_general":

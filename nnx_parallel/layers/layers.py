@@ -264,8 +264,8 @@ def with_options(
     return function
 
   def changed(*args: PyTree) -> PyTree:
-    traced, shape = _traced(function, args, options, note)
-    found = _treated(traced, jax.tree.leaves(args), options, note)
+    traced, shape = _trace(function, args, options, note)
+    found = _treat(traced, jax.tree.leaves(args), options, note)
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
   return changed
@@ -319,7 +319,7 @@ def program_of(
   """
   assert options.pipeline is not None
   with mapped_axes((options.pipeline.axis,)):
-    traced, shape = _traced(function, args, options, used)
+    traced, shape = _trace(function, args, options, used)
   tree = jax.tree.structure(shape)
   states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))
   program = Stacks(without_unused(traced), remat=options.how)
@@ -336,7 +336,7 @@ def _uncalled(used: LayersUsed) -> str:
   return f"{'; '.join(map(str, used.found))}: the loss does not call them as layer(...)" * bool(used.found)
 
 
-def _traced(
+def _trace(
   function: Callable[..., PyTree], args: tuple[PyTree, ...], options: LayerOptions, note: LayersUsed
 ) -> tuple[ClosedJaxpr, PyTree]:
   """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
@@ -362,7 +362,7 @@ def _traced(
   return traced, shape
 
 
-def _treated(
+def _treat(
   traced: ClosedJaxpr, leaves: list[jax.Array], options: LayerOptions, used: LayersUsed
 ) -> list[jax.Array]:
   """The results of a trace whose layers are scanned by the options, and recomputed in units."""

@@ -41,7 +41,7 @@ from nnx_parallel.core.jaxprs import (
 from nnx_parallel.core.layers import Layers, modules_of
 from nnx_parallel.core.nodes import Path, is_key, path_str
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
-from nnx_parallel.layers.remat import Remat, checkpointed
+from nnx_parallel.layers.remat import Remat, checkpoint_layer
 from nnx_parallel.layout.constrain import split_positions
 
 MARK = "layer:"
@@ -199,7 +199,7 @@ def _closed_call(
     return {n: x for n, x in found.items() if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
 
   call.__name__ = f"{MARK}{type(layer).__name__}:{path_str(mark.path)}"
-  policy = functools.partial(checkpointed, remat=mark.remat, call=number)
+  policy = functools.partial(checkpoint_layer, remat=mark.remat, call=number)
   try:
     found = _with_changes(call, (layer, nodes), arrays, policy)
   except _NewStructure:

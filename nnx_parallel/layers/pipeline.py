@@ -263,7 +263,7 @@ class PipelineLoop:
     compute = self.by_stage(jax.checkpoint(self.chunk, prevent_cse=False))
     read, write = self.by_stage(at), self.by_stage(put)
     shared = self.for_each_stage(shared)
-    rows, active, state = swapped((rows, active, state))  # the dim of stages first
+    rows, active, state = swap((rows, active, state))  # the dim of stages first
 
     def step(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
       belt, state, outputs = carry
@@ -283,10 +283,10 @@ class PipelineLoop:
     carry = (Belt(first, first, first, first), jax.lax.stop_gradient(state), outputs)
     (belt, state, outputs), made = jax.lax.scan(step, carry, jnp.arange(plan.ticks))
     # The last group has one place to go.
-    outputs = self._moved(put(outputs, plan.groups, self._moved(belt.line, -1)), 1, 1)
+    outputs = self._move(put(outputs, plan.groups, self._move(belt.line, -1)), 1, 1)
     early, late = (jax.tree.map(lambda x, n=n: x[n : n + plan.groups], outputs) for n in (0, 1))
-    found = swapped(self._where(stages == 0, swapped(early), swapped(late)))
-    return found, swapped(state), self._of(made)
+    found = swap(self._where(stages == 0, swap(early), swap(late)))
+    return found, swap(state), self._of(made)
 
   def tick(
     self,
@@ -319,16 +319,16 @@ class PipelineLoop:
       repeat = plan.virtual_stages - 1 - repeat
     result, others = compute(given, works, jnp.clip(microbatch, 0, plan.microbatches - 1), repeat)
     result = _marked(result, works)
-    moved = self._where(stages == plan.stages - 1, result, self._moved(line, -by))
+    moved = self._where(stages == plan.stages - 1, result, self._move(line, -by))
     pushes = (place < plan.stages - 1) | (place == plan.stages * plan.virtual_stages - 1)
     line = where(pushes, moved, line) if plan.virtual_stages > 1 else moved
     done = where(place == plan.stages - 2, line, belt.done)
-    return Belt(self._moved(result, by), line, last, done), others
+    return Belt(self._move(result, by), line, last, done), others
 
   def left(self, belt: Belt, *, backwards: bool = False) -> PyTree:
     """The results of the last group that left, each on the stage of its microbatch, `[stages, ...]`."""
     first = np.arange(self.schedule.stages) == (self.schedule.stages - 1 if backwards else 0)
-    return self._where(first, self._moved(belt.last, -1 if backwards else 1), belt.done)
+    return self._where(first, self._move(belt.last, -1 if backwards else 1), belt.done)
 
   @property
   def active(self) -> AnyArray:
@@ -435,7 +435,7 @@ class PipelineLoop:
       new, changed = where(active, (new, changed), (carry, state))
     return new, changed, made
 
-  def _moved(self, tree: PyTree, by: int, dim: int = 0) -> PyTree:
+  def _move(self, tree: PyTree, by: int, dim: int = 0) -> PyTree:
     """Each stage's arrays on the next stage, or on the previous stage; the ends wrap around."""
     size, mesh = self.schedule.stages, self.mesh
     pairs = [(n, (n + by) % size) for n in range(size)]
@@ -454,7 +454,7 @@ class PipelineLoop:
     stage, microbatch, repeat = np.ix_(*map(np.arange, (plan.stages, plan.microbatches, plan.virtual_stages)))
     group, place = microbatch // plan.stages, microbatch % plan.stages
     tick = group * plan.stages * plan.virtual_stages + repeat * plan.stages + place + stage
-    picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(swapped(made), tick)
+    picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(swap(made), tick)
 
     def ordered(x: jax.Array) -> jax.Array:
       x = staged(jnp.moveaxis(x, 0, 2), self.mesh, None, 2)
@@ -504,6 +504,6 @@ def put(tree: PyTree, n: AnyArray, new: PyTree) -> PyTree:
   return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, n, 0), tree, new)
 
 
-def swapped(tree: PyTree) -> PyTree:
-  """The arrays with dims 0 and 1 swapped."""
+def swap(tree: PyTree) -> PyTree:
+  """The arrays with dims 0 and 1 swap."""
   return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)

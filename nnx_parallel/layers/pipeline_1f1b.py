@@ -30,7 +30,7 @@ import numpy as np
 from nnx_parallel.core.interpret import Values, read, values_of
 from nnx_parallel.core.jaxprs import among, dependents, is_inexact
 from nnx_parallel.core.types import AnyArray, PyTree, Var
-from nnx_parallel.layers.pipeline import GROUPS, Belt, PipelineLoop, at, put, staged, swapped, where
+from nnx_parallel.layers.pipeline import GROUPS, Belt, PipelineLoop, at, put, staged, swap, where
 from nnx_parallel.layers.stacks import Key, variables
 from nnx_parallel.layers.stages import TrainPipeline
 
@@ -153,7 +153,7 @@ class Gradients:
     self.batch_variables = [*varying]
     self.batch = [self.loop.split_microbatches(x) for x in varying.values()]
     still = [key for key in self.stack.rows if key not in self.trains]
-    rows = {key: swapped(of.split_row(self.loop, key, self.fixed)) for key in still}
+    rows = {key: swap(of.split_row(self.loop, key, self.fixed)) for key in still}
     self.state = {key: rows.pop(key) for key in of.of_layers}
     self.rows = rows
     self.active = np.swapaxes(self.loop.active, 0, 1)
@@ -165,7 +165,7 @@ class Gradients:
     under, results = self._all_groups(weights)
     of = self.of
     varying = dict(zip(self.wanted, results, strict=True))
-    ends = self.ends | of.changed_by_layers(self.loop, swapped(under.state))
+    ends = self.ends | of.changed_by_layers(self.loop, swap(under.state))
     found = [of.result(o, self.loop, self.model, self.fixed, varying, ends) for o in range(len(of.outputs))]
     (gradients,) = pull(jax.tree.map(lambda g, x: g.astype(x.dtype), under.gradients, weights))
     return found, gradients
@@ -174,7 +174,7 @@ class Gradients:
     """The weights, as functions of the trained arrays. The gradients of copies are summed over the stages."""
     fixed = values_of(self.of.program.jaxpr, [arrays.get(n, x) for n, x in enumerate(self.model)])
     self.of.evaluate(self.of.fixed, fixed)
-    rows = {key: swapped(self.of.split_row(self.loop, key, fixed)) for key in self.trains}
+    rows = {key: swap(self.of.split_row(self.loop, key, fixed)) for key in self.trains}
     return Weights(rows, self.loop.for_each_stage([fixed[var] for var in self.outer]))
 
   def _all_groups(self, weights: Weights) -> tuple[Under, list[jax.Array]]:

@@ -91,7 +91,7 @@ def is_joint(remat: Remat) -> bool:
   return remat.needs_layers and (remat.group > 1 or remat.policy == "offload")
 
 
-def checkpointed(
+def checkpoint_layer(
   body: Callable[..., T], remat: Remat, call: int, checkpoint: Callable[..., Any] = jax.checkpoint
 ) -> Callable[..., T]:
   """The program of a layer under its policy, given the number of its call.
@@ -103,7 +103,7 @@ def checkpointed(
   return checkpoint(body, policy=_saves("full" if remat.policy == "offload" else remat.policy))
 
 
-def checkpointed_unit(body: Body, remat: Remat, *, in_scan: bool) -> Body:
+def checkpoint_unit(body: Body, remat: Remat, *, in_scan: bool) -> Body:
   """A unit of layers under its policy; with `"offload"`, its carry is in host memory."""
   if not is_joint(remat):
     return body

@@ -187,7 +187,7 @@ class Statistics:
 
     return loss_in_chunks
 
-  def _taken(self, known: dict[Node, jax.Array], places: Places) -> Iterator[tuple[Kind, list[jax.Array]]]:
+  def _take(self, known: dict[Node, jax.Array], places: Places) -> Iterator[tuple[Kind, list[jax.Array]]]:
     """Each kind, with the tiles that it takes."""
     for kind, wanted in zip(self.kinds, self.ends, strict=True):
       xs = [self.tiles.value(var, own, known, places) for var, own in wanted]
@@ -203,7 +203,7 @@ class Statistics:
     def body(state: list[list[jax.Array]], places: Places) -> tuple[list[list[jax.Array]], None]:
       pairs = zip(self.leaves, given, strict=True)
       known = {node: self.tiles.grid.take(x, node[1], places) for node, x in pairs}
-      taken = zip(self._taken(known, places), state, strict=True)
+      taken = zip(self._take(known, places), state, strict=True)
       return [kind.combined(before, kind.of(*xs)) for (kind, xs), before in taken], None
 
     start = [
@@ -252,5 +252,5 @@ class Statistics:
     if apart is not None:
       known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
     totals = jax.tree.unflatten(form, fixed[count:])
-    pairs = zip(self._taken(known, places), totals, strict=True)
+    pairs = zip(self._take(known, places), totals, strict=True)
     return [x for (kind, xs), total in pairs for x in kind.part(total, *xs)]

@@ -62,7 +62,7 @@ from nnx_parallel.core.keys import differing, identity
 from nnx_parallel.core.types import JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, kind_of_layer, layer_of, repeats_layers
-from nnx_parallel.layers.remat import AS_WRITTEN, Body, Remat, checkpointed_unit, is_joint
+from nnx_parallel.layers.remat import AS_WRITTEN, Body, Remat, checkpoint_unit, is_joint
 
 MAX_PERIOD = 4
 Place = tuple[int, int]
@@ -289,7 +289,7 @@ class Stacks:
           found.update({(c, p): x for p, x in enumerate(results)})
         return [found[chain.carried[slot]] for slot in slots], [found[place] for place in made]
 
-      return checkpointed_unit(body, self._remat, in_scan=scan)
+      return checkpoint_unit(body, self._remat, in_scan=scan)
 
     return Stack(
       numbers=numbers,
@@ -460,7 +460,7 @@ def scan_of_layers(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> Sequ
 
   step = step_of_scan(eqn, fixed, lambda *xs: interpret(eqn.params["jaxpr"], xs, layers))
   carry, made = jax.lax.scan(
-    checkpointed_unit(step, remat, in_scan=True),
+    checkpoint_unit(step, remat, in_scan=True),
     carry,
     rows,
     length=eqn.params["length"],

@@ -34,7 +34,7 @@ def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | Non
     first = [input_names(rules.inputs, rank, tuple(mesh))[0] for rank in rules.inputs.by_rank or (1,)]
   elif "batch" not in logical:
     return None
-  found = [_resolved((name,), logical, mesh, "the batch")[0] for name in first]
+  found = [_resolve((name,), logical, mesh, "the batch")[0] for name in first]
   return max(map(axes_of, found), key=len)
 
 
@@ -45,7 +45,7 @@ def position_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...]:
     return ()
   names: Names = ("batch" if "batch" in logical else None, "seq")
   with contextlib.suppress(ShardingError):  # the batch has its axes
-    return axes_of(_resolved(names, logical, mesh, "activations")[1])
+    return axes_of(_resolve(names, logical, mesh, "activations")[1])
   return ()
 
 
@@ -67,7 +67,7 @@ def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionS
     names = input_names(rules.inputs, ndim, tuple(mesh))
   elif "batch" not in logical:
     raise no_batch_axes(rules, mesh)
-  return _resolved(names, logical, mesh, f"inputs of {ndim} dims")
+  return _resolve(names, logical, mesh, f"inputs of {ndim} dims")
 
 
 def check_split(
@@ -139,7 +139,7 @@ def _with_conventional(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:
   return rules.logical.replace(batch=axes) if axes and "batch" not in rules.logical else rules.logical
 
 
-def _resolved(names: Names, logical: LogicalRules, mesh: Mapping[str, int], where: str) -> PartitionSpec:
+def _resolve(names: Names, logical: LogicalRules, mesh: Mapping[str, int], where: str) -> PartitionSpec:
   # A size that everything divides: whether a given batch does is checked where it is placed.
   shape = (math.prod(mesh.values()),) * len(names)
   return resolve_spec(names, shape, mesh, logical, path=where).spec

@@ -106,7 +106,7 @@ def _model_row(
     why = f"stated by init: {stated}"
     found = Resolution(stated, (0,) * len(stated), ())
     return _row("model", paths[0], leaf, given, Decision("stated", why, (why,)), found=found)
-  named = _named(paths, leaf, given)
+  named = _find_names(paths, leaf, given)
   if named is None:
     return _fallback_row(paths[0], leaf, offered, given)
   names, logical, source, reason, step, short = named
@@ -123,14 +123,14 @@ def _model_row(
     fix = f"{error.fix}\nIf the layer is stacked, its names belong to the last dims: {rule}"
     raise type(error)(error.what, details=error.details, fix=fix) from error
   if any(found.padding) and not isinstance(leaf, nnx.Variable):
-    found = _unpadded(names, value.shape, found)
+    found = _drop_padding(names, value.shape, found)
   steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
   if missed:
     whole = f"{missed[0]} replicated"
     reason += "; " + next((s for s in found.steps if s.startswith(f"{missed[0]!r} ->")), whole)
   fallback = given.rules.fallback
   if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
-    more, why, brief = _extended(found, value.shape, fallback, leaf, offered, given)
+    more, why, brief = _extend(found, value.shape, fallback, leaf, offered, given)
     steps.append(f"{'extended' if more.added else 'not extended'} by {fallback}: {why}")
     reason += f" + {brief}" if more.added else ""
     padding = tuple(map(sum, zip(found.padding, more.padding, strict=True)))
@@ -170,7 +170,7 @@ def _check_mesh(leaf: Leaf, where: str, given: Given, error: ShardingError) -> N
   ) from error
 
 
-def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
+def _find_names(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
   """The names from the metadata of a Variable, or from the first path rule that matches; None without.
 
   A rule comes first if the metadata is shorter than the array, as in layers that `nnx.vmap` has stacked, and
@@ -213,7 +213,7 @@ def unknown_names(names: Names, given: Given) -> list[Entry]:
   return [name for name in names if name is not None and not {*axes_of(name)} <= known]
 
 
-def _extended(
+def _extend(
   found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, offered: Offered, given: Given
 ) -> tuple[Extended, str, str]:
   """`extend_spec`, the reason, and its effect in brief."""
@@ -235,7 +235,7 @@ def _fallback_row(path: Path, leaf: Leaf, offered: Offered, given: Given) -> Lea
     intended = fallback is not None and fallback.mode == "replicate"
     decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: replicated",), intended)
     return _row("model", path, leaf, given, decision)
-  more, why, reason = _extended(_replicated(shape), shape, fallback, leaf, offered, given)
+  more, why, reason = _extend(_replicated(shape), shape, fallback, leaf, offered, given)
   intended = bool(more.added) or math.prod(shape) <= fallback.min_size
   decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), intended)
   return _row("model", path, leaf, given, decision, found=Resolution(more.spec, more.padding, ()))
@@ -376,7 +376,7 @@ def _brief(found: Extended, rows: int | None) -> str:
   return ", ".join(said)
 
 
-def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
+def _drop_padding(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
   """Replicates padded dims of an array without a Variable, which its module would see with the padding."""
   entries: list[Entry] = []
   steps = [step for step in found.steps if " is padded to " not in step]

@@ -125,7 +125,7 @@ class Gather:
     return None if found is None else axes_by_dim(found, jax.numpy.ndim(x))
 
 
-def gathered(
+def gather_reads(
   gather: Gather | None, run: Callable[..., PyTree], paths: Callable[..., Sequence[Path | None]]
 ) -> Callable[..., PyTree]:
   """`gather.on(run, paths)`, or `run` itself where nothing is gathered."""
@@ -141,10 +141,10 @@ class _Gather(Interpreter[Fact]):
     self._mesh, self._everywhere, self._positions = what.mesh, what.everywhere, what.positions
     facts: Facts[Fact] = Facts(
       constant=lambda _: None,
-      follow=_followed,
+      follow=_follow,
       join=self._either,
-      row=lambda _, fact: _shifted(fact, -1),
-      stack=lambda _, fact: _shifted(fact, 1),
+      row=lambda _, fact: _shift(fact, -1),
+      stack=lambda _, fact: _shift(fact, 1),
     )
     super().__init__(self._run, facts)
 
@@ -157,27 +157,27 @@ class _Gather(Interpreter[Fact]):
         details="it is sharded over axes of the examples, and has to be gathered where it is read",
         fix="use the parameter inside of the branch.",
       )
-    if (moved := _moved(eqn, facts)) is not None:
+    if (moved := _move(eqn, facts)) is not None:
       return bind(eqn, inputs), moved
     if is_walked(eqn) and not has_rule(eqn):
       carried = {*wiring(eqn).carried.values()}
       read = [n in carried and _is_parameter(fact) for n, fact in enumerate(facts)]
       rows = [*zip(inputs, facts, read, strict=True)]
-      inputs = [self._gathered(x, fact) if here else x for x, fact, here in rows]
+      inputs = [self._gather(x, fact) if here else x for x, fact, here in rows]
       return self.default(eqn, inputs, [None if here else fact for _, fact, here in rows])
     if eqn.primitive.name == "gather" and (found := self._look_up(eqn, inputs, facts)) is not None:
-      return [found], _followed(eqn, facts)
+      return [found], _follow(eqn, facts)
     if eqn.primitive.name in PRODUCTS and (where := dim_map(eqn)) is not None:
-      return self._multiplied(eqn, inputs, facts, where)
+      return self._multiply(eqn, inputs, facts, where)
     # The derivative of a custom rule stays as it is, so its parameters are gathered before it.
-    inputs = [self._gathered(x, fact) for x, fact in zip(inputs, facts, strict=True)]
-    return bind(eqn, inputs), _followed(eqn, facts)
+    inputs = [self._gather(x, fact) for x, fact in zip(inputs, facts, strict=True)]
+    return bind(eqn, inputs), _follow(eqn, facts)
 
-  def _multiplied(
+  def _multiply(
     self, eqn: JaxprEqn, inputs: list[jax.Array], facts: list[Fact], where: DimMap
   ) -> tuple[Sequence[jax.Array], list[Fact]]:
     """A product with parameters, whose other operand and result keep their examples and positions."""
-    after = _followed(eqn, facts)
+    after = _follow(eqn, facts)
     pinned: dict[int, Any] = {}
     for factors, fact in zip(where.operands, facts, strict=True):
       for factor, axes in zip(factors, fact if _is_parameter(fact) else (), strict=False):
@@ -192,10 +192,10 @@ class _Gather(Interpreter[Fact]):
 
     def kept(x: jax.Array, own: Sequence[int | None]) -> jax.Array:
       dims = {d: pinned[factor] for d, factor in enumerate(own) if factor in pinned}
-      return self._laid(x, {**dict.fromkeys(range(x.ndim), FREE), **dims}, x.ndim) if dims else x
+      return self._lay_out(x, {**dict.fromkeys(range(x.ndim), FREE), **dims}, x.ndim) if dims else x
 
     rows = zip(inputs, where.operands, facts, strict=True)
-    inputs = [self._gathered(x, fact) if _is_parameter(fact) else kept(x, own) for x, own, fact in rows]
+    inputs = [self._gather(x, fact) if _is_parameter(fact) else kept(x, own) for x, own, fact in rows]
     (found,) = bind(eqn, inputs)
     return [kept(found, where.results[0])], after
 
@@ -225,18 +225,18 @@ class _Gather(Interpreter[Fact]):
     column = (*rest[d], *moved)
     rest[d] = column
     left, own = without(self._axes, frozenset(moved)), inputs[1].ndim
-    wanted = self._laid(inputs[1], {tokens.dim: left}, own)
-    (found,) = bind(eqn, [self._laid(inputs[0], dict(enumerate(rest)), inputs[0].ndim), wanted])
-    found = self._laid(found, {examples: left, to: column}, rank)
-    return self._laid(found, {examples: self._axes, to: without(column, frozenset(moved))}, rank)
+    wanted = self._lay_out(inputs[1], {tokens.dim: left}, own)
+    (found,) = bind(eqn, [self._lay_out(inputs[0], dict(enumerate(rest)), inputs[0].ndim), wanted])
+    found = self._lay_out(found, {examples: left, to: column}, rank)
+    return self._lay_out(found, {examples: self._axes, to: without(column, frozenset(moved))}, rank)
 
-  def _gathered(self, x: jax.Array, fact: Fact) -> jax.Array:
+  def _gather(self, x: jax.Array, fact: Fact) -> jax.Array:
     if not _is_parameter(fact) or not self._everywhere or not {*self._axes} & {*axes_in(fact)}:
       return x
     dims = {d: without(dim, frozenset(self._axes)) for d, dim in enumerate(fact)}
-    return self._laid(x, dims, x.ndim)
+    return self._lay_out(x, dims, x.ndim)
 
-  def _laid(self, x: jax.Array, dims: Mapping[int, Any], rank: int) -> jax.Array:
+  def _lay_out(self, x: jax.Array, dims: Mapping[int, Any], rank: int) -> jax.Array:
     spec = PartitionSpec(*(own if (own := dims.get(d, ())) is FREE else entry_of(own) for d in range(rank)))
     with jax.named_scope(HELD):
       return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))  # pyright: ignore[reportArgumentType]
@@ -252,7 +252,7 @@ def _is_parameter(fact: Fact) -> TypeGuard[Dims]:
   return fact is not None and not isinstance(fact, Examples)
 
 
-def _shifted(fact: Fact, by: int) -> Fact:
+def _shift(fact: Fact, by: int) -> Fact:
   """The fact of a row of a scan (`by` = -1), or of all rows (1)."""
   if isinstance(fact, Examples):
     return Examples(fact.dim + by) if fact.dim + by >= 0 else None
@@ -261,8 +261,8 @@ def _shifted(fact: Fact, by: int) -> Fact:
   return fact[1:] if by < 0 else ((), *fact)
 
 
-def _followed(eqn: JaxprEqn, facts: list[Fact]) -> Any:
-  if (moved := _moved(eqn, facts)) is not None:
+def _follow(eqn: JaxprEqn, facts: list[Fact]) -> Any:
+  if (moved := _move(eqn, facts)) is not None:
     return moved
   inside = is_walked(eqn) and not has_rule(eqn) and eqn.primitive.name != "shard_map"
   if inside and any(fact is not None for fact in facts):
@@ -275,7 +275,7 @@ def _followed(eqn: JaxprEqn, facts: list[Fact]) -> Any:
   return [next((Examples(d) for d, f in enumerate(own) if f in places), None) for own in found.results]
 
 
-def _moved(eqn: JaxprEqn, facts: list[Fact]) -> list[Fact] | None:
+def _move(eqn: JaxprEqn, facts: list[Fact]) -> list[Fact] | None:
   """The layouts of parameters that an operation only casts or moves; None if it reads them."""
   if eqn.primitive.name == "optimization_barrier":
     return facts

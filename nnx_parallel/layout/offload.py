@@ -41,7 +41,7 @@ def check_kind(kind: str | None) -> None:
     )
 
 
-def streamed(
+def stream(
   tx: optax.GradientTransformation, rows: Mapping[str, tuple[Path | None, int]]
 ) -> optax.GradientTransformationExtraArgs:
   """A transformation that also takes state in host memory: fetched, updated and put back, group by group.

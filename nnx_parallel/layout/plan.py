@@ -378,7 +378,7 @@ class Plan(PlanTable, Generic[R]):
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
       tx = logical_transformation(tx, nnx.as_pure(self.abstract["model"].chosen(self.wrt)))
     away = {path_str(x.path[1:]): (x.parameter, x.bytes_per_device) for x in self.leaves if x.on_host}
-    return offload.streamed(tx, away) if tx is not None and away else tx
+    return offload.stream(tx, away) if tx is not None and away else tx
 
   @functools.cached_property
   def placement(self) -> Placement:

@@ -45,7 +45,7 @@ class Placement:
       for path, leaf in array_leaves(root).items():
         if isinstance(leaf, nnx.Variable) and path in table:
           array = leaf.get_raw_value()
-          kept = _kept(array, table[path])
+          kept = _keep(array, table[path])
           if kept is not array:
             leaf.set_raw_value(kept)
 
@@ -212,7 +212,7 @@ def _no_function(*_: object, **__: object) -> object:
   )
 
 
-def _kept(array: AnyArray, sharding: NamedSharding) -> AnyArray:
+def _keep(array: AnyArray, sharding: NamedSharding) -> AnyArray:
   if not isinstance(array, Tracer):
     moved = isinstance(array, jax.Array) and not array.sharding.is_equivalent_to(sharding, array.ndim)
     return jax.device_put(array, sharding) if moved else array

@@ -63,9 +63,9 @@ class _Plain:
     self._done: dict[int, tuple[Program, ClosedJaxpr, Callable[..., Any]]] = {}
 
   def program(self, program: Program) -> ClosedJaxpr:
-    return self._traced(program)[1]
+    return self._trace(program)[1]
 
-  def _traced(self, program: Program) -> tuple[Program, ClosedJaxpr, Callable[..., Any]]:
+  def _trace(self, program: Program) -> tuple[Program, ClosedJaxpr, Callable[..., Any]]:
     if id(program) not in self._done:
       avals = [var.aval for var in opened(program).invars]
       plain = [ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
@@ -78,11 +78,11 @@ class _Plain:
     if eqn.primitive.name in _PLACES:
       return inputs[: len(eqn.outvars)]
     if is_call(eqn):  # compiled as one, as outside of a trace: the same bits
-      return self._traced(called(eqn))[2](*inputs)
+      return self._trace(called(eqn))[2](*inputs)
     if is_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
       return interpret(called(eqn), inputs, self._run)
     if eqn.primitive.name == "shard_map":
-      return self._mapped(eqn, inputs)
+      return self._map(eqn, inputs)
     changed: dict[str, Any] = {key: None for key in _SAYS if key in eqn.params}
     new = [(inner.key, self.program(inner.program)) for inner in wiring(eqn).inner]
     changed |= dict(new)
@@ -95,7 +95,7 @@ class _Plain:
       results = eqn.primitive.bind(*inputs, **params)
     return results if eqn.primitive.multiple_results else [results]
 
-  def _mapped(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+  def _map(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     params: Any = eqn.params
     function = jax.shard_map(
       lambda *parts: interpret(params["jaxpr"], parts, self._run),

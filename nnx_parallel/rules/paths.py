@@ -21,7 +21,7 @@ ANY_DIMS = "..."
 """In the names of a path rule: any number of dims that are not split. A string, for JSON."""
 
 
-def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _mend(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
   """A regular expression from text that is not a regular expression: `*` means anything, as in a shell."""
 
   def part(pattern: str) -> str:
@@ -154,7 +154,7 @@ class PathRule:
     except re.error as error:
       raise ShardingError(
         f"path rule {window!r} is not a regular expression: {error}.",
-        fix=f"PathRules([({_mended(window)!r}, {names!r})])",
+        fix=f"PathRules([({_mend(window)!r}, {names!r})])",
       ) from error
     if names is None or (isinstance(names, PartitionSpec) and not len(names)):
       return cls(window, None)

@@ -176,7 +176,7 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
     for name in reversed(axes):
       dim = next((dim for dim, entry in enumerate(dims) if name in entry), None)
       if dim is None:
-        value = _averaged(value, name)
+        value = _average(value, name)
         continue
       if dims[dim][-1] != name:
         raise SchemeError(
@@ -184,29 +184,29 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
           fix=f"write {name!r} last in its rule, or gather the axes behind it too, in this order.",
         )
       dims[dim] = dims[dim][:-1]
-      value = _gathered(value, name, dim)
+      value = _gather(value, name, dim)
     whole.append((path, parameter.replace(value)))
   return nnx.merge(graphdef, nnx.from_flat_state(whole), rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def _gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
   return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def _scattered(axis: str, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+def _scatter(axis: str, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
   return (jax.lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True) / jax.lax.axis_size(axis),)
 
 
-_gathered.defvjp(lambda x, axis, dim: (_gathered(x, axis, dim), None), _scattered)
+_gather.defvjp(lambda x, axis, dim: (_gather(x, axis, dim), None), _scatter)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _averaged(x: jax.Array, axis: str) -> jax.Array:
+def _average(x: jax.Array, axis: str) -> jax.Array:
   return jax.lax.pcast(x, axis, to="varying")
 
 
-_averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: (jax.lax.pmean(g, axis),))
+_average.defvjp(lambda x, axis: (_average(x, axis), None), lambda axis, _, g: (jax.lax.pmean(g, axis),))
 
 
 def _check_manual(axis: str) -> None:

@@ -21,7 +21,7 @@ from nnx_parallel.layers.attention.find import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
-from nnx_parallel.layout.gather import Gather, gathered
+from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import places_outside, states_shardings, with_types
 from nnx_parallel.train.binding import Binding
@@ -176,10 +176,10 @@ class Programs:
       with options.marking(models, used):
         return self.options.terms(call_loss(loss_fn, models, batch), batch)
 
-    evaluate = gathered(gather, with_options(run, options, used), self._paths)
+    evaluate = gather_reads(gather, with_options(run, options, used), self._paths)
     if options.pipeline is not None:
       check_divides(batch, parts)
-      staged = gathered(gather, run, self._paths)
+      staged = gather_reads(gather, run, self._paths)
       evaluate = with_stages(staged, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
     with default_scope(self.places.scope), queries_over(self._positions()):
       found = evaluate(self.template.join(arrays, raw), batch)

@@ -20,7 +20,7 @@ from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Model, Prog
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.constrain import axes_of_maps, mapped_axes
-from nnx_parallel.layout.gather import Gather, gathered
+from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean
@@ -167,9 +167,9 @@ def differentiable(
   pure = _Pure(options, loss_fn, template, LayersUsed())
   paths = functools.partial(_paths, template.paths)
   ungathered, pipeline = with_options(pure, options.layers, pure.used), options.layers.pipeline
-  chosen = gathered(gather, ungathered, paths=paths)
+  chosen = gather_reads(gather, ungathered, paths=paths)
   if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
-    by_layer = gathered(gather, pure, paths=paths)
+    by_layer = gather_reads(gather, pure, paths=paths)
     if pipeline.order is None and scale is not None and pipeline.recompute:  # 1F1B has no loss scale
       gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
       options = dataclasses.replace(options, layers=gpipe)

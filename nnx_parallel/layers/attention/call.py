@@ -14,7 +14,7 @@ from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.attention.blocks import Way
-from nnx_parallel.layers.attention.find import Attention, Found, check_attention, rewritten, way_of
+from nnx_parallel.layers.attention.find import Attention, Found, check_attention, rewrite, way_of
 
 Scores = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -93,7 +93,7 @@ def attend(
 ) -> jax.Array:
   """Attention of queries `[batch, length, *heads, group, features]`: `[batch, *heads, group, length, out]`.
 
-  It is written out and rewritten as a way says, as an attention that is found in a model is.
+  It is written out and rewrite as a way says, as an attention that is found in a model is.
 
   `scores` is of the scaled scores `[batch, *heads, group, queries, keys]` and of `more`, arrays that
   follow query, key and value in the program.
@@ -114,7 +114,7 @@ def attend(
   if 1 in (query.shape[1], key.shape[1]):
     return written(*given)
   found = Found()
-  changed = rewritten(jax.make_jaxpr(written)(*given), way, found, {})
+  changed = rewrite(jax.make_jaxpr(written)(*given), way, found, {})
   if len(found.taken) != 1:
     raise SchemeError(
       "these scores of an attention cannot be computed for a block of queries and keys at a time.",

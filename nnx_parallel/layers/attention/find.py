@@ -56,9 +56,9 @@ _AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the 
 
 @dataclasses.dataclass
 class Found:
-  """The attentions of a program: the rewritten ones, by why they use no kernel; and those as written.
+  """The attentions of a program: the rewrite ones, by why they use no kernel; and those as written.
 
-  `kept` are rewritten, but their weights are read elsewhere too; `reasons` are of what is no attention.
+  `kept` are rewrite, but their weights are read elsewhere too; `reasons` are of what is no attention.
   """
 
   taken: list[str | None] = dataclasses.field(default_factory=list[str | None])
@@ -72,7 +72,7 @@ class Found:
       getattr(self, field.name).extend(getattr(other, field.name))
 
   def line(self, way: Way) -> str:
-    """How many attentions were rewritten, out of how many, and why the rest were not."""
+    """How many attentions were rewrite, out of how many, and why the rest were not."""
     count = len(self.taken) + len(self.left)
     text = f"{way}: {len(self.taken)}{f' of {count}' if self.left else ''} found"
     if way.kernel is not None:
@@ -116,7 +116,7 @@ def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, st
   `TrainError` if the loss has none, or if, with an option of `OVER_AXIS`, the devices cannot share one.
   """
   way, found = way_of(attention), Found()
-  changed = rewritten(jaxpr, way, found, {})
+  changed = rewrite(jaxpr, way, found, {})
   if way.is_over_axis and found.left:
     raise TrainError(
       f"attention={attention!r}: {way.axis}={way.size} cannot share an attention that was found.",
@@ -154,8 +154,8 @@ def way_of(attention: Attention) -> Way:
   return Way(attention, block, kernel, None, 1)
 
 
-def rewritten(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple[Program, Found]]) -> Any:
-  """The program with its attention rewritten; equal layers share one. `found` receives what was found."""
+def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple[Program, Found]]) -> Any:
+  """The program with its attention rewrite; equal layers share one. `found` receives what was found."""
   flat = flattened(jaxpr, is_opened)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
@@ -170,7 +170,7 @@ def rewritten(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tup
       for product in products:
         try:
           match = softmaxes.match(eqn, product)
-          new, why = _replaced(body, match, way)
+          new, why = _replace(body, match, way)
         except NotByBlocks as problem:
           here.left.append(str(problem))
         except NotAttention as problem:
@@ -184,7 +184,7 @@ def rewritten(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tup
       layer = identity(called(eqn))
       if layer not in layers:
         inside = Found()
-        layers[layer] = rewritten(called(eqn), way, inside, layers), inside
+        layers[layer] = rewrite(called(eqn), way, inside, layers), inside
       here.add(layers[layer][1])
       eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
     elif eqn.primitive.name in _INNER or is_checkpoint(eqn):
@@ -205,7 +205,7 @@ def rewritten(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tup
 def _inner(value: Value, *args: Value) -> Value:
   if isinstance(value, tuple):
     return tuple(_inner(item, *args) for item in value)
-  return rewritten(value, *args) if hasattr(opened(value), "eqns") else value
+  return rewrite(value, *args) if hasattr(opened(value), "eqns") else value
 
 
 def is_opened(eqn: JaxprEqn) -> bool:
@@ -217,7 +217,7 @@ def is_opened(eqn: JaxprEqn) -> bool:
   return name in CALLS and not is_marked(eqn)
 
 
-def _replaced(body: Jaxpr, match: Softmax, way: Way) -> tuple[JaxprEqn | None, str | None]:
+def _replace(body: Jaxpr, match: Softmax, way: Way) -> tuple[JaxprEqn | None, str | None]:
   """The blockwise or fused operation of an attention, None for a single block; and why it has no kernel."""
   if way.kernel is None:
     return blocked(body, match, way), ""

@@ -119,10 +119,10 @@ def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel, *, zeros: bool = Fals
     bias = None if scores.bias is None else _bias(form, rest.pop(0), query, key)
     ids = None
     if segments is not None:
-      ids = _arranged(rest.pop(0), segments[1], form.whole[:-1]).reshape(-1, query.shape[-2])
+      ids = _arrange(rest.pop(0), segments[1], form.whole[:-1]).reshape(-1, query.shape[-2])
       ids = jnp.broadcast_to(ids, (query.shape[0] if form.shared else 1, query.shape[-2]))
     mask, some = (None, None) if masks is None else masks(rest)
-    found = _placed(form, kernel, seen or ALL, query, key, value, _Given(ids, mask, bias))
+    found = _place(form, kernel, seen or ALL, query, key, value, _Given(ids, mask, bias))
     if some is not None:  # a row that keeps nothing
       nothing = jnp.full_like(value[..., :1, :], 0 if zeros else jnp.nan)
       none = value.mean(-2, keepdims=True) if math.isfinite(scores.fill) else nothing
@@ -388,7 +388,7 @@ def _before_places(
   return var, labels
 
 
-def _arranged(x: jax.Array, labels: Labels, names: Sequence[int]) -> jax.Array:
+def _arrange(x: jax.Array, labels: Labels, names: Sequence[int]) -> jax.Array:
   """An array with one dim for each name, of length 1 if its labels lack the name."""
   places = {name: dim for name, dim, _ in labels}
   own = [places[name] for name in names if name in places]
@@ -419,7 +419,7 @@ def _mask(
     known, places = dict(zip(leaves, arrays, strict=True)), dict.fromkeys(grid.blocks, 0)
     mask = jnp.ones([lengths[name] if name in names[-2:] else 1 for name in names], bool)
     for var, labels, kept in conditions:
-      found = _arranged(tiles.value(var, labels, known, places), labels, names)
+      found = _arrange(tiles.value(var, labels, known, places), labels, names)
       mask = mask & (found if kept else ~found)
     mask = mask.reshape(-1, *mask.shape[-2:])
     some = mask.any(-1)
@@ -441,7 +441,7 @@ def _bias(form: _Form, bias: jax.Array, query: jax.Array, key: jax.Array) -> jax
   return jnp.broadcast_to(bias, sizes)
 
 
-def _placed(
+def _place(
   form: _Form,
   kernel: Kernel,
   seen: Seen,

@@ -101,12 +101,12 @@ class Hidden:
       return _ANY
     given = [self._interval(var, own) for var, own in zip(eqn.invars, wanted, strict=True)]
     if name == "convert_element_type":
-      return _converted(eqn, given[0])
+      return _convert(eqn, given[0])
     if name == "div" and not is_inexact(eqn.outvars[0].aval):
-      low, high = _divided(*given)
+      low, high = _divide(*given)
       return np.trunc(low), np.trunc(high)
     if name in ("add", "sub", "mul", "div"):
-      return _rounded(*_RULES[name](*given), eqn.outvars[0].aval.dtype)
+      return _round(*_RULES[name](*given), eqn.outvars[0].aval.dtype)
     return given[0] if name in _KEPT else _RULES[name](*given)
 
   def _positions(self, eqn: JaxprEqn, labels: Labels) -> Interval:
@@ -227,7 +227,7 @@ def _representable(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> I
   return np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
 
 
-def _rounded(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interval:
+def _round(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interval:
   """An interval, widened by the rounding of a float operation."""
   if not jnp.issubdtype(dtype, np.floating):
     return low, high
@@ -238,7 +238,7 @@ def _rounded(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interva
   )
 
 
-def _converted(eqn: JaxprEqn, given: Interval) -> Interval:
+def _convert(eqn: JaxprEqn, given: Interval) -> Interval:
   before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
   if after == np.bool_ and before != np.bool_:  # whether it is not 0
     low, high = given
@@ -258,7 +258,7 @@ def _corners(function: Callable[..., np.ndarray]) -> Callable[..., Interval]:
   return rule
 
 
-def _added(x: Interval, y: Interval) -> Interval:
+def _add(x: Interval, y: Interval) -> Interval:
   """A sum. An unknown value vanishes next to a far lower value: a mask that is added to scores."""
   low, high = x[0] + y[0], x[1] + y[1]
   for one, other in ((x, y), (y, x)):
@@ -267,13 +267,13 @@ def _added(x: Interval, y: Interval) -> Interval:
   return low, high
 
 
-def _divided(x: Interval, y: Interval) -> Interval:
+def _divide(x: Interval, y: Interval) -> Interval:
   if not (y[0] > 0).all():
     return _ANY
   return _corners(operator.truediv)(x, y)
 
 
-def _selected(which: Interval, *cases: Interval) -> Interval:
+def _select(which: Interval, *cases: Interval) -> Interval:
   if len(cases) != 2:
     return _ANY
   (first, second), (maybe, surely) = cases, (which[1] > 0, which[0] > 0)
@@ -296,13 +296,13 @@ def _not(x: Interval) -> Interval:
 
 _RULES: Mapping[str, Callable[..., Interval]] = {
   "abs": _absolute,
-  "add": _added,
-  "div": _divided,
+  "add": _add,
+  "div": _divide,
   "eq": _equal,
   "ne": lambda x, y: _not(_equal(x, y)),
   "not": _not,
-  "select_n": _selected,
-  "sub": lambda x, y: _added(x, (-y[1], -y[0])),
+  "select_n": _select,
+  "sub": lambda x, y: _add(x, (-y[1], -y[0])),
   **{name: _corners(getattr(operator, name)) for name in ("ge", "gt", "le", "lt", "mul", "neg")},
   **dict.fromkeys(("and", "min"), _corners(np.minimum)),
   **dict.fromkeys(("max", "or"), _corners(np.maximum)),
