@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import (
   among,
@@ -187,15 +186,11 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
 
 
 class _Logits(NamedTuple):
-  """A value with columns: `base + shift * weight`, or `exp(base + shift)`.
-
-  `shift` is a number per row, None: 0. `weight` has columns, but no logits are in it, None: 1.
-  """
+  """A value with columns: `base + shift`, or `exp(base + shift)`; `shift` is a number per row, None: 0."""
 
   base: jax.Array
   labels: Labels
   shift: jax.Array | None = None
-  weight: jax.Array | None = None
   is_exponential: bool = False
 
   @property
@@ -214,18 +209,12 @@ class _Logits(NamedTuple):
 
   def value(self, aval: Aval) -> jax.Array:
     """As one array."""
-    shift = self.shift if self.weight is None or self.shift is None else self.shift * self.weight
-    found = self.base if shift is None else self.base + shift
+    found = self.base if self.shift is None else self.base + self.shift
     return jnp.broadcast_to(jnp.exp(found) if self.is_exponential else found, aval.shape).astype(aval.dtype)
 
-  def change(self, linear: Callable[[jax.Array], jax.Array], other: Any = None) -> _Logits:
-    """With a linear function of it, such as the product with `other`."""
-    if self.shift is None:
-      return self._replace(base=linear(self.base))
-    if self.has_columns(other):
-      weight = linear(jnp.ones_like(other) if self.weight is None else self.weight)
-      return self._replace(base=linear(self.base), weight=weight)
-    return self._replace(base=linear(self.base), shift=linear(self.shift))
+  def change(self, linear: Callable[[jax.Array], jax.Array]) -> _Logits:
+    """With a linear function of it."""
+    return self._replace(base=linear(self.base), shift=None if self.shift is None else linear(self.shift))
 
 
 class _Statistic(NamedTuple):
@@ -319,10 +308,11 @@ class _Rewriting:
       return None
     if name == "exp":
       return x._replace(is_exponential=True)
-    if name in ("neg", "mul") or (name == "div" and side == 0):
+    by_row = x.shift is None or not x.has_columns(other)
+    if by_row and (name in ("neg", "mul") or (name == "div" and side == 0)):
       operation = {"neg": lambda x, _: -x, "mul": jnp.multiply, "div": jnp.divide}[name]
-      return x.change(lambda x: operation(x, other), other)
-    if name in ("add", "add_any", "sub") and side == 0 and x.weight is None and not x.has_columns(other):
+      return x.change(lambda x: operation(x, other))
+    if name in ("add", "add_any", "sub") and side == 0 and not x.has_columns(other):
       other = -other if name == "sub" else other
       return x._replace(shift=other if x.shift is None else x.shift + other)
     return None
@@ -333,8 +323,6 @@ class _Rewriting:
   def _pick(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
     """An element of each row."""
     given, out, dim = eqn.invars[0].aval, eqn.outvars[0].aval, x.dim
-    if x.weight is not None:
-      x = _Logits(x.value(given), x.labels)
     if not is_pick(eqn):  # an index beyond the columns reads the last, as in the gather
       indices = jnp.clip(indices[..., -1:], 0, given.shape[-1] - 1)
     whole = jnp.broadcast_to(x.base, given.shape)
@@ -345,8 +333,6 @@ class _Rewriting:
   def _reduce(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
     """A result without columns."""
     name, x = eqn.primitive.name, inputs[0]
-    if name == "dot_general":
-      return self._product_over_columns(eqn, inputs)
     if not isinstance(x, _Logits):
       raise Untiled(eqn)
     given = eqn.invars[0].aval
@@ -368,31 +354,8 @@ class _Rewriting:
     else:
       found = self._of(SUM, x.dim, x.base)[0]
       if x.shift is not None:
-        found += x.shift * (
-          aval.shape[x.dim]
-          if x.weight is None
-          else self._of(SUM, x.dim, jnp.broadcast_to(x.weight, aval.shape))[0]
-        )
+        found += x.shift * aval.shape[x.dim]
     return jnp.broadcast_to(found, shape).astype(aval.dtype)
-
-  def _product_over_columns(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
-    """A product that sums over the columns, such as targets times a log-softmax, as a sum."""
-    met: Any = meeting(eqn)
-    side = next(n for n, x in enumerate(inputs) if isinstance(x, _Logits))
-    x, other, aval = inputs[side], inputs[1 - side], eqn.invars[side].aval
-    dim = x.dim
-    if isinstance(other, _Logits) or met.free[1 - side] or tuple(met.summed[side]) != (dim,):
-      raise Untiled(eqn)
-    # `other` with the dims of the logits: those that it does not have get size 1.
-    own, others = ([*met.shared[n], *met.summed[n]] for n in (side, 1 - side))
-    order = [d for _, d in sorted(zip(own, others, strict=True))]
-    sizes = [size if d in own else 1 for d, size in enumerate(aval.shape)]
-    other = _array(other).transpose(order).reshape(sizes).astype(aval.dtype)
-    if x.is_exponential:
-      x = _Logits(x.value(aval), x.labels)
-    found = self._total(x.change(lambda x: x * other, other), aval)
-    kept = [*met.shared[side], *met.free[side]]
-    return found.transpose([*kept, dim])[..., 0].astype(eqn.outvars[0].aval.dtype)
 
   def _best(self, eqn: JaxprEqn, x: _Logits) -> list[_Statistic]:
     """The largest elements and their columns, or the column of the largest element."""
