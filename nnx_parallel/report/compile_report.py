@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -40,7 +38,12 @@ from nnx_parallel.report.program.compiler import (
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.hlo_devices import Labels
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
-from nnx_parallel.report.program.replicated import SHARE, ReplicatedActivation, replicated_activations
+from nnx_parallel.report.program.replicated import (
+  SHARE,
+  Batch,
+  ReplicatedActivation,
+  replicated_activations,
+)
 from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
 
@@ -70,17 +73,6 @@ class Sent(NamedTuple):
   exposed: int
 
 
-class BatchSplit(NamedTuple):
-  """The mesh axes that split the batch, and the name of the step's argument."""
-
-  axes: tuple[str, ...]
-  name: str
-
-  def has(self, argument: str) -> bool:
-    """Whether an argument of the program, as JAX names it, is of the batch."""
-    return re.split(r"[\[.]", argument, maxsplit=1)[0] == self.name
-
-
 @dataclasses.dataclass(frozen=True)
 class CompileReport(Paged):
   """The figures of a compiled step, per device and per step.
@@ -107,9 +99,9 @@ class CompileReport(Paged):
     quantities: global sizes in bytes, to compare `sent` with: `params`, `optimizer`, `batch`.
     examples: the number of examples of a microbatch on one device, or None if unknown.
     batch_split: the number of shards into which the plan divides the batch, or None without a plan.
-    replicated_activations: the activations that are replicated over batch axes although the plan shards the
-      batch, if they take 1 % or more of the needed memory; largest first. None without a plan, or if the
-      batch is not sharded evenly.
+    replicated_activations: the activations that hold all examples on every device although the plan shards
+      the batch, if they take 1 % or more of the needed memory; largest first. None without a plan, or if the
+      plan does not shard the batch, or the arrays of the batch have different numbers of examples.
     layers: lines of text that say how the layers of a `train_step` or `eval_step` are computed; for a
       pipeline, its schedule and its bubble.
     slices: the number of TPU slices, or of hosts with other devices, that the mesh spans. `Collective.slices`
@@ -299,29 +291,31 @@ def compile_report(
   names = {f"arrays[{n}]": f"{'optimizer/' * (path[0] == 1)}{path_str(path[1:])}" for n, path in paths}
   if isinstance(step, Generator):
     names = step.argument_names(*objects)
-  given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
-  split = BatchSplit(here.batch_axes, given[0]) if given else None  # `*args` has no names
+  sizes = axis_sizes(here.mesh)
+  shards = math.prod(sizes[axis] for axis in here.batch_axes)
+  examples, looked_for = _examples(step, batch), None
+  if examples is not None and shards > 1:
+    looked_for = Batch(examples, math.prod(sizes.values()) // shards, {leaf.shape for leaf in here.leaves})
   slices = slice_numbers(cast("Mesh", here.mesh), topology)
-  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split, slices)
-  shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
+  report = report_of(lowered, chip, sizes, state_categories(here), names, looked_for, slices)
   quantities = {
     "params": sum(x.bytes for x in here.leaves if x.is_parameter),
     "optimizer": sum(x.bytes for x in here.leaves if x.root == "optimizer"),
     "batch": sum(map(nbytes, jax.tree.leaves(batch))),
   }
-  examples = _examples(step, batch, shards)
   layers = step.layers.done if isinstance(step, TrainStep | EvalStep | Generator) else ()
+  on_one = None if examples is None or not isinstance(step, TrainStep) else max(1, examples // shards)
   return dataclasses.replace(
-    report, quantities=quantities, examples=examples, batch_split=shards, layers=layers
+    report, quantities=quantities, examples=on_one, batch_split=shards, layers=layers
   )
 
 
-def _examples(step: Any, batch: PyTree, shards: int) -> int | None:
-  """The number of examples of one microbatch on one device, for a `TrainStep` and arrays of one length."""
+def _examples(step: Any, batch: PyTree) -> int | None:
+  """The global number of examples of one microbatch; None if the arrays of the batch have several lengths."""
   sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
-  if not isinstance(step, TrainStep) or len(sizes) != 1:
+  if len(sizes) != 1:
     return None
-  return max(1, sizes.pop() // (shards * step.options.microbatches))
+  return sizes.pop() // (step.options.microbatches if isinstance(step, TrainStep) else 1)
 
 
 def abstract_batch(plan: Plan, batch: PyTree) -> PyTree:
@@ -355,12 +349,13 @@ def report_of(
   axes: Mapping[str, int] | None = None,
   state: Mapping[str, int] | None = None,
   names: Mapping[str, str] | None = None,
-  batch: BatchSplit | None = None,
+  batch: Batch | None = None,
   slices: Labels | None = None,
 ) -> CompileReport:
   """Reports on a program that JAX has lowered (it is compiled here) or compiled, or on its `nnx.jit` wrapper.
 
-  `state` has the bytes per device of arguments by category; `names` maps JAX's names to names to print.
+  `state` has the bytes per device of arguments by category; `names` maps JAX's names to names to print;
+  `batch` says which activations to look for.
   """
   program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
@@ -388,9 +383,9 @@ def report_of(
   kept = sum(a.bytes for a in arguments if not a.donated)
   need = _need(memory, done, compiled_for.platform if compiled_for else "", kept)
   count = math.prod(axes.values())
-  replicated = None  # unknown without a program before partitioning, or without a batch that is split evenly
-  if before is not None and batch is not None and math.prod(axes[axis] for axis in batch.axes) > 1:
-    replicated = replicated_activations(before, final, axes, batch.axes, batch.has, SHARE * need)
+  replicated = None  # unknown
+  if before is not None and batch is not None:
+    replicated = replicated_activations(before, final, batch, SHARE * need)
   return CompileReport(
     target=f"{count} x {kind}" if kind else f"{count} devices",
     chip=figures,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -82,20 +81,8 @@ def advice(report: CompileReport) -> str:
     )
   if report.peak:
     size, array, origin = peak_table(report, most=1).rows[0]
-    lines.append(f"Largest at the peak: {size} of {array} from {origin}.{_full_batch(report)}")
+    lines.append(f"Largest at the peak: {size} of {array} from {origin}.")
   return " ".join(lines)
-
-
-def _full_batch(report: CompileReport) -> str:
-  """The fix for when the largest array seems to hold the examples of all devices."""
-  split, largest = report.batch_split or 1, report.peak[0]
-  whole = (report.examples or 0) * split
-  if split == 1 or not whole or not re.match(rf"\w+\[{whole}[,\]]", largest.shape):
-    return ""
-  return (
-    f" If its first dim is the batch, all {whole} examples are on each device, though {split} devices share "
-    'them: constrain it, or the array that it is computed from, with nxp.constrain(x, "batch", ...).'
-  )
 
 
 def head(report: CompileReport) -> list[str]:
@@ -189,7 +176,7 @@ def _origin(parameters: Sequence[str], source: str, op: str) -> str:
 
 
 def replicated_text(report: CompileReport) -> str:
-  """Activations that devices also hold for other devices' examples, and where they begin."""
+  """Activations that hold all examples on each device, and where they begin."""
   if report.replicated_activations == ():
     least = format_bytes(SHARE * report.need_bytes)
     return f"No activation of {least} or more is replicated over the batch axes.\n"
@@ -197,7 +184,7 @@ def replicated_text(report: CompileReport) -> str:
 
 
 def replicated_table(report: CompileReport, most: int = _BUFFERS) -> Table:
-  """The largest activations that are replicated along the batch, and how each is sharded."""
+  """The largest activations that are replicated along the batch, and how each would be sharded."""
   found, note = report.replicated_activations or (), ""
   if found:
     first = min(found, key=lambda one: one.place)
@@ -207,14 +194,13 @@ def replicated_table(report: CompileReport, most: int = _BUFFERS) -> Table:
     (
       format_bytes(one.bytes),
       f"{one.count} x {one}" if one.count > 1 else str(one),
-      f"{one.copies} of {report.batch_split}",
       _place(one),
       one.fix,
     )
     for one in found[:most]
   ]
   more = f" (and {len(found) - most} smaller)" if len(found) > most else ""
-  columns = ("each>", "array", "devices", "made at", "fix")
+  columns = ("each>", "array", "made at", "fix")
   return Table(f"Activations replicated over the batch axes{more}", columns, rows, note)
 
 

@@ -1,4 +1,4 @@
-"""All wait for each other, and whoever does not come is named; work once on each host."""
+"""All wait for each other, and whoever does not come is named."""
 
 import pytest
 
@@ -33,8 +33,7 @@ def test_who_is_missing_is_known_whatever_the_runtime_says(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_agree():
   body = """
-    import socket, time
-    from nnx_parallel.hosts import agree
+    import time
 
     assert nxp.hosts.main_process() == (process == 0)
     nxp.hosts.barrier("both", timeout=30)
@@ -48,20 +47,6 @@ def test_two_processes_agree():
 
     whole = put(np.arange(8), nxp.make_mesh(data=8), "data")
 
-    calls = []
-    print("called", nxp.hosts.once_per_host(lambda: calls.append(1), timeout=30), calls)
-    def fail():
-      raise OSError("the disk is full")
-    try:
-      nxp.hosts.once_per_host(fail, timeout=30)
-    except OSError as error:
-      print("mine:", error)
-    except nxp.errors.HostError as error:
-      print("theirs:", error)
-
-    patch(socket, "gethostname", lambda: f"host{process}")
-    print("each", nxp.hosts.once_per_host(lambda: None, timeout=30))
-
     if process == 1:
       time.sleep(2)
     try:
@@ -74,8 +59,3 @@ def test_two_processes_agree():
   for text in (first, second):
     assert "processes [1] did not come to 'late' within 0.3 s." in text
     assert "processes [1] did not come to 'to_host' within 0.3 s." in text
-    assert "each True" in text
-  assert "called True [1]" in first
-  assert "called False []" in second
-  assert "mine: the disk is full" in first
-  assert "theirs: once_per_host failed on processes [0]." in second

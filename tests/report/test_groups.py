@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx_parallel.report.program.hlo_devices import AxisFinder, group_labels, group_rows
+from nnx_parallel.report.program.hlo_devices import AxisFinder, group_labels
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -32,10 +32,7 @@ def lists(sizes, axes):
   ],
 )
 def test_every_encoding_of_the_same_groups_names_the_same_axis(text):
-  labels, rows = group_labels(text, 8), group_rows(text, 8)
-  assert AxisFinder(SIZES).match(labels) == (("fsdp",), True)
-  assert sorted(n for row in rows for n in row) == list(range(8))
-  assert all({int(labels[n]) for n in row} == {min(row)} for row in rows)
+  assert AxisFinder(SIZES).match(group_labels(text, 8)) == (("fsdp",), True)
 
 
 def test_unreadable_groups_are_an_error():

@@ -12,7 +12,6 @@ import numpy as np
 
 from nnx_parallel.report.chips import ENDLESS, compiled_arithmetic
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.hlo_dims import window_params
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -111,12 +110,17 @@ def _convolution_flops(instruction: hlo.Instruction) -> int:
   products = out.elements * math.prod(kernel) // max(1, kernel[of_kernel.index("o")])
   along = [str(n) for n in range(len(of_left) - 2)]
   sizes = [(left[of_left.index(n)], kernel[of_kernel.index(n)], out.dims[of_out.index(n)]) for n in along]
-  window = window_params(instruction, len(along))
-  pads = [low for low, _ in window["padding"]]
-  steps = zip(window["window_strides"], window["base_dilation"], window["window_dilation"], pads, strict=True)
-  for size, own in zip(sizes, steps, strict=True):
+  window = dict(part.split("=") for part in instruction.attribute("window").strip("{}").split())
+  steps = [_numbers(window.get(key), len(along)) for key in ("stride", "lhs_dilate", "rhs_dilate")]
+  pads = _numbers(window.get("pad"), len(along), default=0)
+  for size, *own in zip(sizes, *steps, pads, strict=True):
     products = products * _products_along(size, *own) // max(1, size[1] * size[2])
   return 2 * products
+
+
+def _numbers(text: str | None, rank: int, default: int = 1) -> list[int]:
+  """Reads `2x2` of a window; of `1_2x0_0`, the padding before the first elements."""
+  return [int(part.split("_")[0]) for part in text.split("x")] if text else [default] * rank
 
 
 @functools.cache

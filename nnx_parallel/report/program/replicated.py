@@ -1,27 +1,25 @@
-"""Finds activations that are replicated over mesh axes that shard the batch.
+"""Finds activations that hold all examples of the batch on every device, although the plan splits the batch.
 
-The program right before the partitioner has the global shape and the layout of each array. The arrays of the
-final program are the shards of one device. Its operations are matched with the operations before the
-partitioner by their JAX name and line. The batch dim is followed from the arguments through every operation
-(`example_dims.py`), not guessed from a size. A gathered parameter is therefore not reported.
+The program right before the partitioner has the global dims of each array, and the final program the dims of
+one device; an operation has the same JAX name and line in both. Of 16 examples over 8 devices:
+
+    before  sine  [16,64,64]  jit(step)/sin  model.py:7
+    final   sine  [2,64,64]   jit(step)/sin  model.py:7    sharded: 2 examples on each device
+    final   sine  [16,64,64]  jit(step)/sin  model.py:7    replicated
+
+The dim of the examples is known by its length. Arrays with the dims of a parameter (gathered parameters,
+gradients) are left out, and so are arrays with two dims of that length.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 
-import numpy as np
-import numpy.typing as npt
-
-from nnx_parallel.core.jaxprs import HELD
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.example_dims import find_example_dims
-from nnx_parallel.report.program.hlo_devices import Tiling, read_tiling
-from nnx_parallel.report.program.hlo_dims import ELEMENTWISE
 
+Dims = tuple[int, ...]
 SHARE = 0.01
 """The smallest reported array, as a fraction of the needed memory; smaller arrays seldom matter."""
 # Operations that make no new array.
@@ -31,26 +29,20 @@ _NO_ARRAY = frozenset({
 })  # fmt: skip
 _MOVES = frozenset({"bitcast", "copy", "convert", "transpose", "reshape", "copy-done"})
 _ON_HOST = "S(5)"
-_Key = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedActivation:
-  """Arrays of one shape, made at one line, that are replicated over mesh axes that shard the batch."""
+  """Arrays of one shape, made at one line, that hold all examples on every device."""
 
   dtype: str  # as the compiler names it, e.g. `"f32"`.
-  # the dims of one array on each device, as the program has them before the compiler merges any
-  shape: tuple[int, ...]
-  global_shape: tuple[int, ...]  # the global dims of the array
+  shape: Dims  # the dims of one array on each device
   batch_dim: int  # the dim of the examples
   bytes: int  # the bytes of one array, per device
   count: int  # the number of arrays that the compiled program makes at that line
-  copies: int  # the number of devices that hold the same values, among the devices that share the batch
   place: int  # the place of the first array in the program; the smallest place is often the cause of the rest
   op: str  # the JAX name stack of the first array
   source: str  # `file.py:line`, or an empty string
-  # `file.py:line` of the sharding constraint that replicates the arrays, or an empty string
-  constraint: str = ""
 
   @property
   def fix(self) -> str:
@@ -58,128 +50,61 @@ class ReplicatedActivation:
     if not self.source or "/nnx_parallel/" in self.source:
       return ""
     names = ", ".join('"batch"' if dim == self.batch_dim else "None" for dim in range(len(self.shape)))
-    where = f" in place of the constraint at {os.path.basename(self.constraint)}" if self.constraint else ""
-    return f"nxp.constrain(x, {names}){where}"
+    return f"nxp.constrain(x, {names})"
 
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Array:
-  """An array of the program before partitioning; `examples` is the dim of the examples, `place` its place.
+class Batch:
+  """What tells activations from other arrays: the examples of a (micro)batch, and the dims of parameters.
 
-  `constraint` is `file.py:line` of a sharding constraint that replicates its batch, or an empty string.
+  `others` is the number of devices that share no examples: those along the axes that do not split the batch.
   """
 
-  dims: tuple[int, ...]
-  examples: int | None
-  tiling: Tiling | None
-  place: int
-  constraint: str = ""
+  examples: int
+  others: int
+  parameters: Collection[Dims]
 
-  def parts(self) -> set[tuple[int, ...]]:
-    """The shapes that the array can have on one device, also while its layout changes."""
-    block = self.tiling.local(self.dims) if self.tiling is not None else self.dims
-    both = enumerate(zip(self.dims, block, strict=True))
-    return {block, self.dims, tuple(n if d == self.examples else k for d, (n, k) in both)}
+  def dim_of(self, dims: Dims) -> int | None:
+    """The dim of the examples of an activation of these global dims; None for other arrays."""
+    known = {tuple(sorted(shape)) for one in self.parameters for shape in (one, one[1:])}  # or of one layer
+    if dims.count(self.examples) != 1 or tuple(sorted(dims)) in known:
+      return None
+    return dims.index(self.examples)
 
-  def copies(self, local: Sequence[int], groups: npt.NDArray[np.int64]) -> int:
-    """The number of devices of a group that hold the same values, if the batch is replicated; else 1."""
-    if self.examples is None or local[self.examples] != self.dims[self.examples]:
-      return 1
-    shards, split = groups.shape[1], [d for d, n in enumerate(local) if n != self.dims[d]]
-    if self.tiling is None or not split:
-      return shards
-    return shards // len(np.unique(self.tiling.blocks[groups[0]][:, split], axis=0))
+  def is_whole(self, local: Dims, dims: Dims, dim: int) -> bool:
+    """Whether a device has all examples of an array, which only the other axes split."""
+    if math.prod(local) == math.prod(dims):
+      return True  # also where the compiler has merged dims
+    if len(local) != len(dims) or local[dim] != dims[dim] or any(map(int.__gt__, local, dims)):
+      return False
+    return self.others % math.ceil(math.prod(dims) / math.prod(local)) == 0
 
 
 def replicated_activations(
-  before: hlo.Program,
-  final: hlo.Program,
-  sizes: Mapping[str, int],
-  batch_axes: Collection[str],
-  is_batch: Callable[[str], bool],
-  least: float,
+  before: hlo.Program, final: hlo.Program, batch: Batch, least: float
 ) -> tuple[ReplicatedActivation, ...]:
-  """Lists activations of `least` bytes that are replicated over batch axes; merges equal shapes and lines.
-
-  `before` is the program before partitioning; `is_batch` takes the JAX name of an argument.
-  """
-  groups = _groups(sizes, batch_axes)
-  # The compiler may merge dims, so `known` has each array by its dims and by its size. If one line makes both
-  # sharded and replicated arrays of the same size, none of them is reported.
-  known: dict[tuple[_Key, object], tuple[int, int, _Array, tuple[int, ...]]] = {}
-  for key, array in _arrays(before, is_batch, groups):
-    for local in array.parts():
-      found = array.copies(local, groups), array.place, array, local
-      for size in (local, math.prod(local)):
-        known[key, size] = min(found, known.get((key, size), found), key=lambda one: (one[0] > 1, one[1]))
+  """Lists activations of `least` bytes that hold all examples; merges equal shapes and lines."""
+  known: dict[tuple[str, str], dict[Dims, int]] = {}
+  for at in before.instructions:
+    if at.op_name and len(at.shapes) == 1 and (dim := batch.dim_of(at.shapes[0].dims)) is not None:
+      known.setdefault((at.op_name, before.source(at)), {})[at.shapes[0].dims] = dim
   made: dict[tuple[object, ...], ReplicatedActivation] = {}
-  for shape, makers in _in_memory(final):
-    lines = [(one.op_name, final.source(one)) for one in makers]
-    keys = ((line, size) for size in (shape.dims, shape.elements) for line in lines)
-    key = next((key for key in keys if key in known), None)
-    if shape.bytes < least or key is None:
+  for place, (shape, makers) in enumerate(_in_memory(final)):
+    line = next((line for one in makers if (line := (one.op_name, final.source(one))) in known), None)
+    if shape.bytes < least or line is None:
       continue
-    copies, place, array, local = known[key]
-    if copies > 1:
-      first = ReplicatedActivation(
-        shape.dtype, local, array.dims, array.examples or 0, shape.bytes, 1, copies, place, *key[0],
-        array.constraint,
-      )  # fmt: skip
-      same = shape.dtype, local, array.dims, first.source or first.op
-      if same in made:
-        earlier = min(first, made[same], key=lambda one: one.place)
-        first = dataclasses.replace(earlier, count=1 + made[same].count)
-      made[same] = first
+    whole = [(dims, dim) for dims, dim in known[line].items() if batch.is_whole(shape.dims, dims, dim)]
+    if whole:
+      dims, dim = whole[0]
+      local = shape.dims if len(shape.dims) == len(dims) else dims
+      first = ReplicatedActivation(shape.dtype, local, dim, shape.bytes, 1, place, *line)
+      same = shape.dtype, local, first.source or first.op
+      earlier = made.setdefault(same, dataclasses.replace(first, count=0))
+      made[same] = dataclasses.replace(earlier, count=earlier.count + 1)
   return tuple(sorted(made.values(), key=lambda one: -one.bytes * one.count))
-
-
-def _arrays(
-  program: hlo.Program, is_batch: Callable[[str], bool], groups: npt.NDArray[np.int64]
-) -> Iterator[tuple[_Key, _Array]]:
-  """The arrays of the program before partitioning, by JAX name and line."""
-
-  def tiling_of(at: hlo.Instruction) -> Tiling | None:
-    return read_tiling(at.attribute("sharding"), groups.size)
-
-  batch: list[hlo.Instruction] = []
-  for at in program.entry.parameters:
-    tiling = tiling_of(at) if is_batch(at.op_name) else None
-    if tiling is not None and tiling.parts and len(np.unique(tiling.blocks[groups[0], 0])) > 1:
-      batch.append(at)
-  carried = find_example_dims(program, batch)
-  places = {run.instruction: place for place, run in enumerate(program.executed())}
-  asked: dict[hlo.Instruction, str] = {}
-  for at in reversed(places):
-    tiling = tiling_of(at)
-    # The arrays in a `shard_map` are shards, and their layout is the user's choice.
-    if not at.op_name or len(at.shapes) != 1 or at.opcode in _NO_ARRAY or (tiling and tiling.manual):
-      continue
-    dims, source = at.shapes[0].dims, program.source(at)
-    examples = next((d for d in carried(at) if dims[d] > 1), None)
-    array = _Array(dims, examples, tiling, places[at], asked.get(at, ""))
-    local = tiling.local(dims) if tiling is not None else dims
-    if _is_users_constraint(at.op_name) and array.copies(local, groups) > 1:
-      array = dataclasses.replace(array, constraint=source)
-    if array.constraint and at.opcode in _MOVES | ELEMENTWISE:
-      asked |= dict.fromkeys(at.inputs, array.constraint)
-    yield (at.op_name, source), array
-
-
-def _is_users_constraint(name: str) -> bool:
-  *_, scope, operation = ("", *name.split("/"))  # `jvp(scope)` in a gradient
-  return operation == "sharding_constraint" and HELD not in scope
-
-
-def _groups(sizes: Mapping[str, int], batch_axes: Collection[str]) -> npt.NDArray[np.int64]:
-  """The devices of each group, `[groups, devices]`; devices of a group differ only along the batch axes."""
-  ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-  names = list(sizes)
-  own = [names.index(axis) for axis in names if axis in batch_axes]
-  shards = math.prod(sizes[axis] for axis in names if axis in batch_axes)
-  return np.moveaxis(ids, own, range(-len(own), 0)).reshape(-1, shards)
 
 
 def _in_memory(program: hlo.Program) -> Iterator[tuple[hlo.Shape, list[hlo.Instruction]]]:
