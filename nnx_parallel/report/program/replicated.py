@@ -69,8 +69,10 @@ class Batch:
 
   def dim_of(self, dims: Dims) -> int | None:
     """The dim of the examples of an activation of these global dims; None for other arrays."""
-    known = {tuple(sorted(shape)) for one in self.parameters for shape in (one, one[1:])}  # or of one layer
-    if dims.count(self.examples) != 1 or tuple(sorted(dims)) in known:
+    # Layers may be stacked in the model, or by a scan.
+    known = {tuple(sorted(shape)) for one in self.parameters for shape in (one, one[1:])}
+    is_parameter = any(tuple(sorted(shape)) in known for shape in (dims, dims[1:]))
+    if dims.count(self.examples) != 1 or is_parameter:
       return None
     return dims.index(self.examples)
 
