@@ -152,7 +152,7 @@ def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
   if (one.shape, one.dtype) != (two.shape, two.dtype):
     return False
   parts = (slice(start, start + _ROWS) for start in range(0, one.shape[0], _ROWS))
-  return all(np.array_equal(one.read((part,)), two.read((part,))) for part in parts)
+  return all(np.array_equal(one[(part,)], two[(part,)]) for part in parts)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

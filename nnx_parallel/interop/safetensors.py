@@ -73,14 +73,11 @@ class Tensor:
   shape: Shape
   dtype: DType
 
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """Copies a part of the array out of the file."""
+  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Copies a part of the array out of the file; all of it for `()`."""
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
-
-  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-    return self.read(index)
 
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
     """Writes a part of the array, one run of consecutive bytes after another.
