@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from benchmarks.harness import Record, measure
-from nnx_parallel.layers.attention.find import queries_over
+from nnx_parallel.attention.find import queries_over
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.topology import missing_compiler, read_machine
 

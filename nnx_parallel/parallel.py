@@ -3,8 +3,8 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
+  from nnx_parallel.attention.call import attention
   from nnx_parallel.hosts.send import send
-  from nnx_parallel.layers.attention.call import attention
   from nnx_parallel.layers.pipeline import Schedule
   from nnx_parallel.schemes.collectives import (
     gather_parameters,

@@ -30,7 +30,7 @@ WITH_EXAMPLES = sorted(
 
 IN_GUIDES = (
   "interop.adapters",
-  "layers.attention.call",
+  "attention.call",
   "schemes.collectives",
   "schemes.context",
   "schemes.experts",

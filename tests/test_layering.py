@@ -23,6 +23,7 @@ ORDER = (
   {"infer"},
   {"create"},
   {"checkpoint"},
+  {"attention"},
   {"layers"},
   {"train", "schemes", "decode", "verify"},
   {"interop", "hosts"},

@@ -640,7 +640,7 @@ def test_the_text_of_a_trace_hides_rules_and_constants():
 
 
 def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
-  """`layers/attention/find.py` finds attention by these, whoever writes it; calls are opened before."""
+  """`attention/find.py` finds attention by these, whoever writes it; calls are opened before."""
 
   def attend(q):
     return jax.nn.dot_product_attention(q, q, q), nnx.dot_product_attention(q, q, q), jax.nn.softmax(q)

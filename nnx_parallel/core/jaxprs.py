@@ -75,6 +75,15 @@ def is_call(eqn: JaxprEqn) -> bool:
   return eqn.primitive.name in CALLS
 
 
+MARK = "layer:"
+"""Starts the name of each marked call; see `layers/mark.py`."""
+
+
+def is_marked(eqn: JaxprEqn) -> bool:
+  """Whether an operation of a trace is the call of a layer."""
+  return str(eqn.params.get("name", "")).startswith(MARK)
+
+
 def is_random(eqn: JaxprEqn) -> bool:
   """Whether an operation draws random numbers, or changes their keys."""
   return any(part in eqn.primitive.name for part in ("random", "rng_", "threefry"))

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from nnx_parallel.attention.find import is_opened
+from nnx_parallel.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import (
   among,
@@ -36,8 +38,6 @@ from nnx_parallel.core.picks import is_pick, is_row_pick, picked
 from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, described, finite, pushed
 from nnx_parallel.core.types import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention.find import is_opened
-from nnx_parallel.layers.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.layers.row_statistics import (
   COLUMNS,
   EXPONENTIALS,

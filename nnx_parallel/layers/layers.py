@@ -2,7 +2,12 @@
 
 A layer is a call of a module that `find_layers` finds, or of a slice of a module whose layers are stacked. It
 is marked, and recomputed at its mark (`layers/mark.py`). Consecutive equal layers become one scan, or a
-pipeline. A scan body without a module, and what the model has under `nnx.remat`, stay as written.
+pipeline. A scan body without a module, and what the model has under `nnx.remat`, stay as written. An example,
+`for b in blocks: x = b(x)` with `remat="full"`:
+
+  x = jit[layer:Block:blocks.0](checkpoint(body))(w0, x); x = jit[layer:Block:blocks.1](...)(w1, x); ...
+->
+  x = scan(lambda x, w: checkpoint(body)(w, x), x, stack(w0, w1, ...))
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from nnx_parallel.attention.find import Attention, by_blocks, check_attention
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.interpret import flattened
@@ -27,6 +33,7 @@ from nnx_parallel.core.jaxprs import (
   inner_equations,
   is_call,
   is_checkpoint,
+  is_marked,
   opened,
   place_of,
   reads_tracers,
@@ -39,9 +46,8 @@ from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, LossFn, Model, Program, PyTree, TreeDef, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention.find import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
-from nnx_parallel.layers.mark import calls_layers, is_marked, layer_of, marked, repeats_layers
+from nnx_parallel.layers.mark import calls_layers, layer_of, marked, repeats_layers
 from nnx_parallel.layers.pipeline import Pipeline, Schedule, in_order, unstaged
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
 from nnx_parallel.layers.pipeline_saving import SavingPipeline1F1B

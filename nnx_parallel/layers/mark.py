@@ -29,11 +29,13 @@ from flax import nnx
 from nnx_parallel.core.calls import around_calls
 from nnx_parallel.core.jaxprs import (
   CALLS,
+  MARK,
   among,
   called,
   is_batched,
   is_checkpoint,
   is_inexact,
+  is_marked,
   is_tracer,
   opened,
   scan_counts,
@@ -43,9 +45,6 @@ from nnx_parallel.core.nodes import Path, is_key, path_str
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
 from nnx_parallel.layers.remat import Remat, checkpoint_layer
 from nnx_parallel.layout.constrain import split_positions
-
-MARK = "layer:"
-"""Starts the name of each marked call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +117,6 @@ def layer_of(eqn: JaxprEqn) -> str:
 def kind_of_layer(eqn: JaxprEqn) -> str:
   """The name of the class of the layer whose call this is."""
   return str(eqn.params["name"]).split(":", 2)[1]
-
-
-def is_marked(eqn: JaxprEqn) -> bool:
-  """Whether an operation of a trace is the call of a layer."""
-  return str(eqn.params.get("name", "")).startswith(MARK)
 
 
 def calls_layers(jaxpr: Program) -> bool:

@@ -52,6 +52,7 @@ from nnx_parallel.core.jaxprs import (
   equations,
   is_checkpoint,
   is_inexact,
+  is_marked,
   nbytes,
   opened,
   params_of,
@@ -61,7 +62,7 @@ from nnx_parallel.core.jaxprs import (
 from nnx_parallel.core.keys import differing, identity
 from nnx_parallel.core.types import JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.mark import is_marked, is_or_has_layers, kind_of_layer, layer_of, repeats_layers
+from nnx_parallel.layers.mark import is_or_has_layers, kind_of_layer, layer_of, repeats_layers
 from nnx_parallel.layers.remat import AS_WRITTEN, Body, Remat, checkpoint_unit, is_joint
 
 MAX_PERIOD = 4

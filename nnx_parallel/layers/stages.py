@@ -24,12 +24,21 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.interpret import Values, flattened, is_literal, read, run_operations, values_of
-from nnx_parallel.core.jaxprs import among, dependents, is_call, is_inexact, nbytes, opened, operations_behind
+from nnx_parallel.core.jaxprs import (
+  among,
+  dependents,
+  is_call,
+  is_inexact,
+  is_marked,
+  nbytes,
+  opened,
+  operations_behind,
+)
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Var
 from nnx_parallel.errors import SchemeError, TrainError
-from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
+from nnx_parallel.layers.mark import is_or_has_layers, layer_of
 from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
 from nnx_parallel.layers.stacks import Key, Stacks, as_called, variables
 

@@ -5,7 +5,11 @@ temporaries are then as large as the state (measured with the TPU compiler). So 
 equations are sorted by the parameter whose state they use. State is fetched parameter by parameter, and an
 optimization barrier makes each fetch wait until the state of an earlier group is back in host memory. This
 works for any optimizer: equations that depend only on gradients (a global norm) come first, and an equation
-that depends on the state of several parameters comes after the last of them.
+that depends on the state of several parameters comes after the last of them. An example, momentum of a and b:
+
+    a.m = 0.9 * a.m + a.g; b.m = 0.9 * b.m + b.g
+->
+    fetch a.m; a.m = 0.9 * a.m + a.g; return a.m; fetch b.m; b.m = 0.9 * b.m + b.g; return b.m
 """
 
 from __future__ import annotations

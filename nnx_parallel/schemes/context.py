@@ -3,7 +3,7 @@
 In a ring (arXiv:2310.01889), each device keeps its queries, and the keys and values travel around the ring.
 With all-to-all (arXiv:2309.14509), each device gets all positions of some heads instead. With two mesh axes,
 a ring and all-to-alls can be combined (arXiv:2405.07719). This module has the masks and the layouts; the rest
-is `layers.attention`.
+is `attention`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jax.lax import PrecisionLike
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.blocks import Way
+from nnx_parallel.attention.call import attend, check_shapes
+from nnx_parallel.attention.kernels import kernel_in_use
+from nnx_parallel.attention.tiles import Share
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
 from nnx_parallel.core.tiles import DimName, Grid
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.attention.blocks import Way
-from nnx_parallel.layers.attention.call import attend, check_shapes
-from nnx_parallel.layers.attention.kernels import kernel_in_use
-from nnx_parallel.layers.attention.tiles import Share
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
 from nnx_parallel.schemes.tokens import check_not_mapped

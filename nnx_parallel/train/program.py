@@ -11,13 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from nnx_parallel.attention.find import queries_over
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.jaxprs import constants
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.layers.attention.find import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope

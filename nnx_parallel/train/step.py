@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.find import Attention
 from nnx_parallel.core.checked import check_arguments, shorten_traceback
 from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.mesh import no_mesh, own_mesh
@@ -23,7 +24,6 @@ from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention.find import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, ScanLayers
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layers.remat import Policy

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.attention import kernels
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import SchemeError, TrainError
-from nnx_parallel.layers.attention import kernels
 from training import run_steps
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 40, 40, 4, 8

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import nnx_parallel as nxp
+from nnx_parallel.attention import find, kernels
+from nnx_parallel.attention.find import queries_over
+from nnx_parallel.attention.kernels import cudnn_attention
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import find, kernels
-from nnx_parallel.layers.attention.find import queries_over
-from nnx_parallel.layers.attention.kernels import cudnn_attention
 
 MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60)]
 HEADS, WIDTH = 4, 4

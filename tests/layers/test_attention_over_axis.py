@@ -12,9 +12,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
+from nnx_parallel.attention import find
+from nnx_parallel.attention.find import queries_over
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import find
-from nnx_parallel.layers.attention.find import queries_over
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.program.cost import cost
 from training import run_steps

@@ -15,11 +15,11 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
+from nnx_parallel.attention import kernels, masks
+from nnx_parallel.attention.kernels import cudnn_attention
+from nnx_parallel.attention.softmaxes import NotFused
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.tiles import ordered
-from nnx_parallel.layers.attention import kernels, masks
-from nnx_parallel.layers.attention.kernels import cudnn_attention
-from nnx_parallel.layers.attention.softmaxes import NotFused
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 from training import run_steps
 

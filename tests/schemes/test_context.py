@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
+from nnx_parallel.attention import kernels
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.attention import kernels
 from nnx_parallel.report.program.collectives import collectives
 from training import run_steps
 

@@ -2,7 +2,9 @@
 
 The program of the scores is evaluated on intervals: positions are known for each block of rows or columns,
 all else may be anything. A causal mask, a window or chunks are comparisons of positions, so the intervals
-are exact there; a mask that comes from data hides nothing for sure.
+are exact there; a mask that comes from data hides nothing for sure. An example: for queries 0 to 3 and keys
+4 to 7, `rows >= columns` compares [0, 3] with [4, 7] and is surely False, so that
+`where(rows >= columns, s, -1e9)` is [-1e9, -1e9], whatever s is: the tile is hidden.
 """
 
 from __future__ import annotations

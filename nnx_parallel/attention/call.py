@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
+from nnx_parallel.attention.blocks import Way
+from nnx_parallel.attention.find import Attention, Found, check_attention, rewrite, way_of
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.attention.blocks import Way
-from nnx_parallel.layers.attention.find import Attention, Found, check_attention, rewrite, way_of
 
 Scores = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.layers.attention.softmaxes import NotFused
+from nnx_parallel.attention.softmaxes import NotFused
 from nnx_parallel.layout.constrain import scope_in_use
 
 _LANES = 128

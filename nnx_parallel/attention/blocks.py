@@ -1,6 +1,10 @@
 """Makes the tiles of an attention of a flat program: what a tile of scores needs, and which tiles exist.
 
-Masks are made tile by tile too; tiles that a mask of positions hides wholly are not computed (`masks`).
+Masks are made tile by tile too; tiles that a mask of positions hides wholly are not computed (`masks`). An
+example: of softmax(where(rows >= columns, q @ k.T, -1e9)) @ v, in blocks of 2 x 2, the tile of queries 2, 3
+and keys 0, 1 needs q[2:4] and k[0:2]; its mask is made of the numbers 2, 3 and 0, 1; and queries 0, 1 need no
+tile of keys 2, 3.
+
 Where a mesh axis splits the positions, its devices share the attention (`tiles.Share`).
 """
 
@@ -19,6 +23,10 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.kernels import Kernel
+from nnx_parallel.attention.masks import HIDDEN, PLACES, Hidden, Spans, fills_of
+from nnx_parallel.attention.softmaxes import NotByBlocks, Softmax, named_dims, wholes
+from nnx_parallel.attention.tiles import Share, TileAttention
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import (
   among,
@@ -44,10 +52,6 @@ from nnx_parallel.core.tiles import (
   ordered,
 )
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
-from nnx_parallel.layers.attention.kernels import Kernel
-from nnx_parallel.layers.attention.masks import HIDDEN, PLACES, Hidden, Spans, fills_of
-from nnx_parallel.layers.attention.softmaxes import NotByBlocks, Softmax, named_dims, wholes
-from nnx_parallel.layers.attention.tiles import Share, TileAttention
 
 OVER_AXIS = ("ring", "ulysses")
 _JUMPS = ("eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from nnx_parallel.attention.masks import PLACES
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import (
   among,
@@ -28,7 +29,6 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.tiles import DimName, Labels, Untiled, described, pushed
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
-from nnx_parallel.layers.attention.masks import PLACES
 
 _SUMS = ("reduce_sum", "cumsum")
 _WITH_OTHERS = ("add", "add_any", "log", "max", "sub")

@@ -21,6 +21,10 @@ from typing import Any, Literal, get_args
 import jax
 from jax.sharding import AxisType
 
+from nnx_parallel.attention.blocks import OVER_AXIS, NotAttention, Way, blocked
+from nnx_parallel.attention.fused import by_kernel
+from nnx_parallel.attention.kernels import kernel_in_use
+from nnx_parallel.attention.softmaxes import NotByBlocks, NotFused, Softmax, Softmaxes, named_dims
 from nnx_parallel.core.given import is_count, is_one_of
 from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
@@ -30,6 +34,7 @@ from nnx_parallel.core.jaxprs import (
   equations,
   has_rule,
   is_checkpoint,
+  is_marked,
   opened,
   params_of,
   without_unused,
@@ -37,11 +42,6 @@ from nnx_parallel.core.jaxprs import (
 from nnx_parallel.core.keys import identity
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention.blocks import OVER_AXIS, NotAttention, Way, blocked
-from nnx_parallel.layers.attention.fused import by_kernel
-from nnx_parallel.layers.attention.kernels import kernel_in_use
-from nnx_parallel.layers.attention.softmaxes import NotByBlocks, NotFused, Softmax, Softmaxes, named_dims
-from nnx_parallel.layers.mark import is_marked
 from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blockwise", "fused", "ring", "ulysses"]
