@@ -368,7 +368,7 @@ def test_numpy_arguments_of_layers_stay_numpy():
 @pytest.mark.parametrize(
   ("options", "text"),
   [
-    ({"layers": "typo.*"}, "layers='typo.*' matches no module.\n  modules: layers.0, layers.1, layers.2"),
+    ({"layers": "typo.*"}, "layers='typo.*' matches no module.\n  modules: layers.* (3), layers"),
     ({"layers": "typo.*", "remat": "none"}, "layers='typo.*' matches no module"),
     ({"scan_layers": 1}, "scan_layers=1 is not a valid choice"),
     ({"remat": False}, "remat=False is not a known policy"),
