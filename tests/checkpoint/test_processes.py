@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from checkpoint.runs import assert_same
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from processes import run_two
+from processes import run_in, run_two
 
 START = """
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -201,13 +201,13 @@ def test_safetensors_are_read_and_written_each_process_its_own_slices(tmp_path):
     from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors
     from nnx_parallel.interop.weights import Rule, WeightMap
 
-    read, elements = Tensor.read, 0
+    read, elements = Tensor.__getitem__, 0
     def counted(self, index):
       global elements
       values = read(self, index)
       elements += values.size
       return values
-    patch(Tensor, "read", counted)
+    patch(Tensor, "__getitem__", counted)
     root = pathlib.Path(arguments[0])
     init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
     plan = nxp.plan(init, nxp.make_mesh(x=8), nxp.fsdp("x", min_size=64))
@@ -254,3 +254,84 @@ def test_damage_that_one_process_sees_ends_both_and_both_fall_back(tmp_path):
   for out in run(tmp_path, body):
     assert out.count("refused: DamagedError") == 1
     assert "took 1" in out
+
+
+COUNTED = """
+import optax
+from flax import nnx
+from jax._src import distributed
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.core import processes
+
+real = distributed.global_state.client
+seen = {"messages": 0, "bytes": 0, "rendezvous": 0}
+
+def nbytes(value):
+  if isinstance(value, (str, bytes)):
+    return len(value)
+  return sum(map(nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+class Counting:
+  def __getattr__(self, name):
+    call = getattr(real, name)
+    def counted(*given, **options):
+      seen["messages"] += 1
+      result = call(*given, **options)
+      seen["bytes"] += nbytes(given) + nbytes(result)
+      return result
+    return counted if callable(call) else call
+
+jax.devices()  # they are found with the real one
+patch(distributed.global_state, "client", Counting())
+patch(processes.Exchange, "is_warned", lambda self: False)  # it is asked once a second
+answer = processes.Exchange.answer
+def answered(*given, **options):
+  seen["rendezvous"] += 1
+  return answer(*given, **options)
+patch(processes.Exchange, "answer", answered)
+
+def count(name, call):
+  seen.update(dict.fromkeys(seen, 0))
+  call()
+  print(name, *seen.values())
+
+plan = nxp.plan(lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8),
+  optimizer=optax.adam(1e-2))
+pair = nxp.create_sharded_model(plan)
+step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+data = lambda samples: [np.ones((64 // count_of, 16), np.float32)] * 9
+options = {"plan": plan, "progress": False}
+checkpointer = Checkpointer(arguments[0])
+nxp.fit(step, *pair, data, steps=1, checkpointer=checkpointer, **options)
+count("save", lambda: checkpointer.save(2, *pair))
+count("restore", lambda: checkpointer.restore(plan))
+options |= {"steps": 3, "checkpointer": checkpointer, "resume": "latest"}
+count("fit", lambda: nxp.fit(step, *pair, data, **options))
+count("verify", checkpointer.verify)
+checkpointer.close()
+"""
+
+
+MOST_RENDEZVOUS = {"save": 3, "restore": 3, "fit": 8, "verify": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(2, 4), pytest.param((2, 4, 8), marks=pytest.mark.nightly)])
+def test_messages_do_not_grow_with_processes_squared(tmp_path, counts):
+  found = {}
+  for number in counts:
+    outputs = run_in(number, f"count_of = {number}\n{COUNTED}", tmp_path / str(number))
+    for process, out in enumerate(outputs):
+      for line in out.splitlines():
+        name, messages, nbytes, rendezvous = line.split()
+        found[number, process, name] = int(messages), int(nbytes)
+        assert int(rendezvous) <= MOST_RENDEZVOUS[name], line
+  few, many = counts[0], counts[-1]
+  # In a save, Orbax asks in a loop whether its files are there: how often depends on the machine.
+  for name in ("restore", "verify"):
+    for kind in (0, 1):  # messages, and bytes
+      total = {n: sum(found[n, process, name][kind] for process in range(n)) for n in (few, many)}
+      assert total[many] <= 1.3 * total[few] * many / few, (name, found)
+    # A process beside process 0 gets the same, however many there are.
+    assert found[many, 1, name][1] <= 2.5 * found[few, 1, name][1], (name, found)
+  print(found)

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 
 import hypothesis
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.catalog import Retention, policies
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.manifest import Header
@@ -124,3 +126,31 @@ def test_two_checkpointers_of_a_job_keep_each_other_s_steps(tmp_path):
   with pytest.warns(UserWarning, match=r"later steps \[3, 4, 6\]"):
     periodic.save(3, tree)
   assert (periodic.steps(), periodic.latest()) == ([2, 3], 3)
+
+
+def test_a_call_reads_no_manifest_twice(tmp_path, monkeypatch):
+  tree = {"w": np.arange(4.0, dtype=np.float32)}
+  checkpointer = Checkpointer(tmp_path, max_to_keep=200, best="loss")
+  checkpointer.save(1, tree, metrics={"loss": float("nan")}, extra={"data": 3})
+  record, folder = checkpointer.metadata(), checkpointer.directory
+  for step in range(2, 100):
+    (folder / str(step)).mkdir()
+    manifest.write(dataclasses.replace(record, step=step, time=record.time + step), folder / str(step))
+  heads, bodies = [], []
+  head, body = manifest.read_header, manifest.read
+  monkeypatch.setattr(manifest, "read_header", lambda step_dir: heads.append(step_dir) or head(step_dir))
+  monkeypatch.setattr(manifest, "read", lambda step_dir: bodies.append(step_dir) or body(step_dir))
+
+  def reads(call):
+    heads.clear()
+    bodies.clear()
+    call()
+    return len(heads), len(bodies)
+
+  assert reads(checkpointer.steps) == (0, 0)
+  assert reads(lambda: checkpointer.save(100, tree, extra={"data": 3})) == (100, 0)  # for what may go
+  assert reads(checkpointer.latest) == (0, 1)
+  assert reads(lambda: checkpointer.restore(tree)) == (0, 1)
+  assert reads(lambda: checkpointer.restore_extra("data")) == (0, 0)
+  assert reads(lambda: checkpointer.restore(tree, 1)) == (0, 1)
+  assert reads(checkpointer.best) == (100, 0)

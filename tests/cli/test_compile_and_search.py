@@ -169,3 +169,20 @@ def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path
   assert "May fit on v5e: needs at least " in done.out
   assert page.read_text().startswith("<!doctype html>")
   assert "Planned memory per device" in page.read_text()
+
+
+def test_search_ends_with_3_when_nothing_fits(recipe, run):
+  done = run("search", recipe, "--topology", "tpu:v5e:1x1", "--batch", str(1 << 30))
+  assert done.code == 3, done.err
+  assert "Nothing fits" in done.out
+
+
+def test_plan_ends_with_3_when_its_memory_does_not_fit(recipe, run):
+  large = ("plan", recipe, "--chip", "v5e", "--batch", str(1 << 30))
+  done = run(*large)
+  assert done.code == 3, done.err
+  assert "Does not fit on v5e: needs at least " in done.out
+  # More devices along the axis of the batch are the cure.
+  done = run(*large, "--mesh", "fsdp=1024", "--json")
+  assert done.code == 0, done.err
+  assert json.loads(done.out)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import nnx_parallel as nxp
 from nnx_parallel.hosts.launch import free_port
@@ -103,3 +104,104 @@ def test_the_guide_shows_the_templates():
   guide = (ROOT / "guides/44-many-processes.md").read_text()
   for file in ("slurm.sh", "kubernetes.yaml", "ray_actors.py", "cloud_tpu.sh"):
     assert f"](../examples/{file})" in guide
+
+
+RAY = """
+import concurrent.futures
+pool = concurrent.futures.ThreadPoolExecutor()
+class Method:
+  def __init__(self, function): self.function = function
+  def remote(self, *args): return pool.submit(self.function, *args)
+class Actor:
+  def __init__(self, made): self.made = made
+  def __getattr__(self, name): return Method(getattr(self.made, name))
+class Remote:
+  def __init__(self, kind): self.kind = kind
+  def options(self, num_cpus, num_gpus, scheduling_strategy): return self
+  def remote(self): return Actor(self.kind())
+remote = Remote
+def init(): pass
+def get(x): return [y.result() for y in x] if isinstance(x, list) else x.result()
+"""
+
+
+RAY_UTIL = """
+def get_node_ip_address(): return "127.0.0.1"
+"""
+
+
+RAY_GROUP = """
+import concurrent.futures
+class Group:
+  def ready(self):
+    done = concurrent.futures.Future()
+    done.set_result(None)
+    return done
+def placement_group(bundles, strategy):
+  assert strategy == "STRICT_SPREAD" and len(bundles) == 2 and all(set(b) == {"CPU", "GPU"} for b in bundles)
+  return Group()
+"""
+
+
+RAY_STRATEGY = "def PlacementGroupSchedulingStrategy(group, placement_group_bundle_index): pass\n"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_cloud_tpu(tmp_path, node):
+  variables = {"TPU": "slice", "ZONE": "here"}
+  check(tmp_path, run(["bash", str(EXAMPLES / "cloud_tpu.sh")], tmp_path, node | variables))
+  wrong = run(["bash", str(EXAMPLES / "cloud_tpu.sh")], tmp_path, node)
+  assert "the name of the slice" in wrong.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_ray(tmp_path, node):
+  package = tmp_path / "ray"
+  (package / "util").mkdir(parents=True)
+  (package / "__init__.py").write_text(RAY + "from ray import util\n")
+  (package / "util/__init__.py").write_text(RAY_UTIL)
+  (package / "util/placement_group.py").write_text(RAY_GROUP)
+  (package / "util/scheduling_strategies.py").write_text(RAY_STRATEGY)
+  command = [sys.executable, str(EXAMPLES / "ray_actors.py"), "--nodes", "2", "--"]
+  check(tmp_path, run(command, tmp_path, node))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_kubernetes(tmp_path, node):
+  job_set = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
+  assert (job_set["kind"], job_set["apiVersion"]) == ("JobSet", "jobset.x-k8s.io/v1alpha2")
+  (workers,) = job_set["spec"]["replicatedJobs"]
+  job = workers["template"]["spec"]
+  pod = job["template"]["spec"]
+  (container,) = pod["containers"]
+  variables = {item["name"]: item.get("value") for item in container["env"]}
+  count = int(variables["WORLD_SIZE"])
+  assert job["completionMode"] == "Indexed"
+  assert count == job["completions"] == job["parallelism"] == 2
+  assert variables["MASTER_ADDR"] == f"{job_set['metadata']['name']}-{workers['name']}-0-0.train"
+  assert job_set["spec"]["network"]["enableDNSHostnames"]
+  index = next(item for item in container["env"] if item["name"] == "RANK")["valueFrom"]["fieldRef"]
+  assert index["fieldPath"] == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+  grace = int(container["command"][container["command"].index("--grace") + 1])
+  assert grace < pod["terminationGracePeriodSeconds"]
+  assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+  named = [word for word in container["args"] if word.startswith("--")]
+  assert named == ["--mesh", "--checkpoint", "--save-every", "--resume"]
+  words = [*TRAIN, "--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--resume"]
+  pods = [
+    subprocess.Popen(
+      [*container["command"], *words],
+      env=node | variables | {"RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": node["PORT"]},
+      cwd=tmp_path,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for rank in range(count)
+  ]
+  outputs = [pod.communicate(timeout=200)[0] for pod in pods]
+  first = subprocess.CompletedProcess(pods[0].args, max(pod.returncode for pod in pods), "\n".join(outputs))
+  check(tmp_path, first)

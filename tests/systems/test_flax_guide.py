@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -169,3 +170,32 @@ def test_the_step_of_the_guide_runs_on_the_created_model(name, explicit):
     run = flax_step if name in EITHER else nnx.jit(nxp.parallel.auto_axes(flax_step.__wrapped__))
     losses = [float(run(model, optimizer, nxp.shard_batch(batch(), plan))) for _ in range(3)]
   assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(("name", "explicit"), CASES)
+def test_its_checkpoints_are_restored_on_another_mesh(name, explicit, tmp_path):
+  wanted, plan = by_flax(name), planned(name, mesh(explicit))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss)
+  assert float(step(model, optimizer, batch())["loss"]) == pytest.approx(wanted[0], rel=1e-5)
+  with nxp.Checkpointer(tmp_path / "ours") as saved:
+    saved.save(1, model=model, optimizer=optimizer, plan=plan)
+  other = planned(name, mesh(explicit, data=4, model=2))
+  with nxp.Checkpointer(tmp_path / "ours") as saved:
+    model, optimizer = saved.restore(other)
+  assert float(step(model, optimizer, batch())["loss"]) == pytest.approx(wanted[1], rel=1e-5)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("name", "explicit"), CASES)
+def test_what_the_guide_saves_with_orbax_is_restored_by_a_plan(name, explicit, tmp_path):
+  on = mesh(explicit)
+  with jax.set_mesh(on):
+    live = MODELS[name](nnx.Rngs(7))
+    with ocp.StandardCheckpointer() as saver:
+      saver.save(tmp_path / "flax", nnx.to_pure_dict(nnx.state(live)))
+  plan = nxp.plan(lambda: MODELS[name](nnx.Rngs(0)), mesh(explicit, data=4, model=2))
+  found = nxp.interop.restore_orbax(tmp_path / "flax", plan)
+  for a, b in zip(jax.tree.leaves(nnx.state(found)), jax.tree.leaves(nnx.state(live)), strict=True):
+    np.testing.assert_array_equal(a, b)

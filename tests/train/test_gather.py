@@ -1,5 +1,6 @@
 """Parameters are gathered where a loss reads them, and tables looked up by columns; positions are split."""
 
+import math
 import re
 
 import jax
@@ -191,3 +192,69 @@ def test_a_batch_on_no_mesh_is_left_to_xla_and_the_step_says_so(caplog):
     assert "leaves the layout of the batch to XLA" in str(step.layers)
     assert "put the batch on their mesh" in str(step.layers)
   assert "leaves the layout of the batch to XLA" in caplog.text
+
+
+def decoder() -> decoders.Decoder:
+  return decoders.Decoder(SIZES, nnx.Rngs(0))
+
+
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+  ("axes", "positions", "options"),
+  [
+    ({"fsdp": 2, "tensor": 4}, 65, {}),
+    ({"fsdp": 2, "tensor": 4}, 65, {"remat": "full", "scan_layers": True, "microbatches": 2}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 65, {"scan_layers": True}),
+    ({"fsdp": 1, "tensor": 8}, 65, {}),
+    ({"fsdp": 2, "tensor": 4}, 64, {"remat": "full"}),  # 63 positions, which 4 does not divide
+  ],
+  ids=["as written", "rolled, microbatches", "three axes", "one axis", "63 positions"],
+)
+def test_positions_are_split_between_layers(axes, positions, options):
+  tokens = np.random.default_rng(0).integers(1, 64, (8, positions))
+  found = []
+  for seq in (None, "tensor"):
+    names = nxp.LogicalRules(batch=tuple(axis for axis in axes if axis != "tensor"), seq=seq)
+    plan = nxp.plan(
+      lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)),
+      nxp.make_mesh(axes),
+      [names, TENSOR],
+      optimizer=optax.sgd(0.1),
+    )
+    model, optimizer, losses, step = run_steps(plan, decoders.loss, [tokens] * 2, **options)
+    program = step.compiled(model, optimizer, nxp.shard_batch(tokens, plan))
+    memory = program.memory_analysis().temp_size_in_bytes
+    found.append((losses, nxp.hosts.to_host(nnx.state(model)), memory))
+  (losses, state, whole), (split_losses, split_state, parts) = found
+  np.testing.assert_allclose(split_losses, losses, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), split_state, state)
+  if positions == 65:
+    assert parts < whole
+
+
+def test_weights_over_the_axis_of_the_positions_are_not_gathered():
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  rules = [nxp.LogicalRules(batch="data", seq="tensor", fsdp=None), TENSOR]
+  plan = nxp.plan(decoder, mesh, rules, optimizer=optax.sgd(0.1))
+  batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
+  text = nxp.train_step(decoders.loss).lower(plan, batch=batch).compile().as_text()
+  gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text))
+  assert "4,64,64" in gathered  # activations
+  assert not gathered & {"64,128", "128,64", "64,4,16", "4,16,64", "64,64"}  # kernels
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_pipeline_gathers_one_layer_at_a_time():
+  sizes = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=4)
+  plan = nxp.plan(
+    lambda: decoders.Decoder(sizes, nnx.Rngs(0)),
+    nxp.make_mesh(fsdp=4, stage=2),
+    nxp.presets.fsdp(min_size=0),
+    optimizer=optax.sgd(0.1),
+  )
+  step = nxp.train_step(decoders.loss, microbatches=4, pipeline="stage", remat="full")
+  text = step.lower(plan, batch=jax.ShapeDtypeStruct((16, 17), jnp.int32)).compile().as_text()
+  found = re.findall(r"= f32\[((?:\d+,)*)(?:64,128|128,64)\]\S* all-gather", text)  # gate, up or down
+  assert found
+  assert all(math.prod(map(int, dims.split(",")[:-1])) == 1 for dims in found)
