@@ -120,7 +120,7 @@ def blocked(body: Jaxpr, match: Softmax, way: Way) -> JaxprEqn | None:
   tiles = Tiles(body, share.grid, is_leaf)
   own = tuple((name, name, 1) for name in share.names)
   ends = [
-    (match.largest.invars[0], own),
+    (match.largest.invars[0], ordered((name, match.order[name], 1) for name in share.names)),
     (scores, own),
     (match.total.invars[0], own),
     (weights, _only(match.labels[0], *share.names)),
@@ -256,7 +256,7 @@ class _Program:
   @functools.cached_property
   def row(self) -> Labels:
     """The labels of a number for each row."""
-    kept = [d for d in range(len(self.match.exp.outvars[0].aval.shape)) if d not in self.match.summed]
+    kept = [d for d in range(len(self.match.order)) if d not in self.match.summed]
     return tuple((name, kept.index(name), 1) for name in self.share.names if name in kept)
 
   @functools.cached_property
@@ -298,7 +298,7 @@ class _Program:
     known = dict(zip(self.nodes, tiles, strict=True))
     tile = self.tiles.value(node, labels, known, places).astype(self.wide)
     tile = self.tiles.grid.fresh(tile, labels, places, -math.inf)
-    return tile.max(self.match.largest.params["axes"])
+    return tile.max(self.match.largest.params["axes"]).transpose(self.match.turned)
 
   def weighed(
     self, tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Places
@@ -306,7 +306,8 @@ class _Program:
     """The product of a tile's weights, and the sums of its exponentials."""
     match, (_, (scores, own), summed, weights) = self.match, self.ends
     known = dict(zip(self.nodes, tiles, strict=True))
-    for var, x in zip(match.cuts, (largest, total), strict=True):
+    rows = largest.transpose(np.argsort(match.turned)), total
+    for var, x in zip(match.cuts, rows, strict=True):
       x = x.astype(var.aval.dtype)
       known.update({node: x for node in self.tiles.leaves if node[0] is var})
     known[scores, own] = self.tiles.grid.fresh(self.tiles.value(scores, own, known, places), own, places)

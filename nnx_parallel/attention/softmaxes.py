@@ -53,6 +53,7 @@ class Softmax:
 
   exp: JaxprEqn
   largest: JaxprEqn
+  order: tuple[int, ...]  # for each dim of the scores, the matching dim of the array that `largest` reduces
   total: JaxprEqn
   product: JaxprEqn
   side: int  # which operand of the product the weights are
@@ -68,6 +69,12 @@ class Softmax:
   def summed(self) -> tuple[int, ...]:
     """The dims of the scores that the softmax sums over."""
     return tuple(int(axis) for axis in self.total.params["axes"])
+
+  @property
+  def turned(self) -> list[int]:
+    """For each dim of the sum, the matching dim of the maximum."""
+    kept = [d for d in range(len(self.order)) if d not in self.summed]
+    return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
 
   def __str__(self) -> str:
     return named_softmax(self.exp)
@@ -111,7 +118,7 @@ class Softmaxes:
       if eqn.primitive.name == "dot_general" and after and self._sums(eqn, own, labels, after):
         found.append(eqn)
         continue
-      placed = _follow(eqn, own, labels, lengths)
+      placed = _placed(eqn, own, labels, lengths)
       if placed is None:
         continue
       if eqn.primitive.name in _SUMS and after is not None:
@@ -150,8 +157,8 @@ class Softmaxes:
 
   def match(self, exp: JaxprEqn, product: JaxprEqn) -> Softmax:
     """The softmax that a product of `products` has for weights; `NotByBlocks` if it is another form."""
-    text, largest = named_softmax(exp), _maximum(exp, self._made)
-    if largest is None:
+    text, top = named_softmax(exp), _top(exp, self._made)
+    if top is None:
       raise NotByBlocks(
         f"{text}: it does not subtract the maximum from its scores (but another number, or nothing)"
       )
@@ -165,7 +172,8 @@ class Softmaxes:
       raise no_quotient
     (side,) = sides
     lengths, named = named_dims(scores.aval.shape)
-    axes = {*map(int, largest.params["axes"])}
+    largest, order = top
+    axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
     kinds: dict[Var, str] = {scores: _EXP}
     labels: dict[Var, Labels] = {scores: named}
     totals: list[JaxprEqn] = []
@@ -187,7 +195,7 @@ class Softmaxes:
       try:
         if kind is None:
           raise Untiled(eqn)
-        kinds[out], labels[out] = kind, _join(eqn, used, labels, lengths)
+        kinds[out], labels[out] = kind, _joined(eqn, used, labels, lengths)
       except Untiled:
         raise NotByBlocks(f"{text}: its weights go through {described(eqn)}") from None
       if kind == _WEIGHT and (name == "select_n" or among(eqn.invars[used[0]], selected)):
@@ -201,7 +209,7 @@ class Softmaxes:
     if placed is None:
       raise no_quotient
     given = labels[weights], placed
-    return Softmax(exp, largest, totals[0], product, side, given, weights in selected)
+    return Softmax(exp, largest, order, totals[0], product, side, given, weights in selected)
 
   def _scores(self, exp: JaxprEqn) -> list[Var]:
     """The argument of an exponential, and the operand from which it subtracts a maximum."""
@@ -225,7 +233,7 @@ class Softmaxes:
     return bool(summed & normal) and any(dim in met.free[side] for _, dim, _ in own_labels)
 
 
-def _follow(eqn: JaxprEqn, own: list[int], labels: dict[Var, Labels], lengths: Lengths) -> Labels | None:
+def _placed(eqn: JaxprEqn, own: list[int], labels: dict[Var, Labels], lengths: Lengths) -> Labels | None:
   """The labels of a result; if the operation has no dim map, the labels of an operand of equal rank."""
   found: dict[DimName, tuple[int, int]] = {}
   for m in own:
@@ -265,8 +273,8 @@ def named_softmax(exp: JaxprEqn) -> str:
   return f"softmax of {exp.outvars[0].aval.str_short()}"
 
 
-def _maximum(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
-  """The maximum of its own dims that is subtracted before an exponential; or None."""
+def _top(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> tuple[JaxprEqn, tuple[int, ...]] | None:
+  """The maximum that is subtracted before an exponential, with `Softmax.order`; or None."""
   difference = maker(exp.invars[0], made)
   if difference is None or difference.primitive.name != "sub":
     return None
@@ -274,11 +282,8 @@ def _maximum(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
   while (eqn := maker(var, made)) is not None:
     name = eqn.primitive.name
     if name == "reduce_max":
-      (first, dims), (second, wanted) = (
-        uncast(x, made, ("stop_gradient",)) for x in (eqn.invars[0], difference.invars[0])
-      )
-      is_turned = first is second and dims != wanted
-      return None if is_turned or eqn.invars[0].aval.shape != exp.outvars[0].aval.shape else eqn
+      order = _order_of(eqn.invars[0], difference.invars[0], made)
+      return None if order is None else (eqn, order)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
     elif name in _PASSED:
@@ -286,6 +291,14 @@ def _maximum(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
     else:
       return None
   return None
+
+
+def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...] | None:
+  """For each dim of the scores, the matching dim of a transposed copy; None: the value is not such a copy."""
+  (first, dims), (second, wanted) = (uncast(x, made, ("stop_gradient",)) for x in (var, scores))
+  if first is second:
+    return tuple(dims.index(d) for d in wanted)
+  return tuple(range(len(wanted))) if var.aval.shape == scores.aval.shape else None
 
 
 def uncast(var: Var, made: Mapping[Var, JaxprEqn], others: Sequence[str] = ()) -> tuple[Var, tuple[int, ...]]:
@@ -304,7 +317,7 @@ def is_cast(eqn: JaxprEqn) -> bool:
   return eqn.primitive.name in ("convert_element_type", "copy") and floats
 
 
-def _join(
+def _joined(
   eqn: JaxprEqn, operands: Sequence[int], labels: Mapping[Var, Labels], lengths: Mapping[DimName, int]
 ) -> Labels:
   """The labels of a result of exponentials and sums, which must lie along the same dims; or `Untiled`."""

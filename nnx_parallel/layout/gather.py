@@ -20,6 +20,11 @@ tokens of all devices along the axis, and the devices exchange them; the gradien
     y = constrain(table, P("tensor", "fsdp"))[constrain(tokens, P("data"))]
     y = constrain(constrain(y, P("data", None, "fsdp")), P(("data", "fsdp")))
 
+If another axis shards the rows of a table, the result of a look-up has the columns of the table. Else XLA may
+shard them over that axis, and look up wrong rows:
+
+    y = constrain(table[tokens], P(UNCONSTRAINED, None))    # table: P("data"), tokens: P(("tensor", "fsdp"))
+
 The examples of a product with a parameter stay where they are, on any mesh. Else XLA moves the activations of
 some layers, which sends more on one axis, and keeps more in memory on two:
 
@@ -98,9 +103,11 @@ class Gather:
     axes = tuple(axis for axis in batch if mesh.shape.get(axis, 1) > 1)
     reads = {path: where.spec for path, where in leaves.items() if isinstance(where, NamedSharding)}
     over = frozenset(axis for axis in positions if mesh.shape.get(axis, 1) > 1)
-    split = {path: tuple(map(axes_of, x)) for path, x in reads.items() if {*axes, *over} & {*axes_in(x)}}
-    others = any(size > 1 and axis not in axes for axis, size in mesh.shape.items())
-    everywhere = others and any({*axes} & {*axes_in(dims)} for dims in split.values())
+    others = {axis for axis, size in mesh.shape.items() if size > 1} - {*axes}
+    rows = others if len(axes) > 1 else set[str]()  # a look-up is wrong with examples over several axes only
+    ours = {*axes, *over, *rows}
+    split = {path: tuple(map(axes_of, x)) for path, x in reads.items() if ours & {*axes_in(x)}}
+    everywhere = bool(others) and any({*axes} & {*axes_in(dims)} for dims in split.values())
     return cls(axes, mesh, split, everywhere, positions=over) if split else None
 
   def on(
@@ -165,8 +172,9 @@ class _Gather(Interpreter[Fact]):
       rows = [*zip(inputs, facts, read, strict=True)]
       inputs = [self._gather(x, fact) if here else x for x, fact, here in rows]
       return self.default(eqn, inputs, [None if here else fact for _, fact, here in rows])
-    if eqn.primitive.name == "gather" and (found := self._look_up(eqn, inputs, facts)) is not None:
-      return [found], _follow(eqn, facts)
+    if eqn.primitive.name == "gather":
+      found = self._look_up(eqn, inputs, facts)
+      return [self._look_up_rows(eqn, inputs, facts) if found is None else found], _follow(eqn, facts)
     if eqn.primitive.name in PRODUCTS and (where := dim_map(eqn)) is not None:
       return self._multiply(eqn, inputs, facts, where)
     # The derivative of a custom rule stays as it is, so its parameters are gathered before it.
@@ -229,6 +237,20 @@ class _Gather(Interpreter[Fact]):
     (found,) = bind(eqn, [self._lay_out(inputs[0], dict(enumerate(rest)), inputs[0].ndim), wanted])
     found = self._lay_out(found, {examples: left, to: column}, rank)
     return self._lay_out(found, {examples: self._axes, to: without(column, frozenset(moved))}, rank)
+
+  def _look_up_rows(self, eqn: JaxprEqn, inputs: list[jax.Array], facts: list[Fact]) -> jax.Array:
+    """The result of a look-up, with the columns as the table has them if its rows are sharded."""
+    (found,) = bind(eqn, [self._gather(x, fact) for x, fact in zip(inputs, facts, strict=True)])
+    table, where = facts[0], dim_map(eqn)
+    if not _is_parameter(table) or where is None or len(self._axes) < 2:
+      return found
+    axes = [without(dim, frozenset(self._axes)) for dim in table]
+    offsets = eqn.params["dimension_numbers"].offset_dims
+    dims: dict[int, Any] = dict.fromkeys(range(found.ndim), FREE)
+    pairs = [*zip(axes, where.operands[0], strict=True)]
+    dims.update((to, own) for own, to in pairs if to is not None and to in offsets)
+    rows = [own for own, to in pairs if to not in offsets]
+    return self._lay_out(found, dims, found.ndim) if any(rows) else found
 
   def _gather(self, x: jax.Array, fact: Fact) -> jax.Array:
     if not _is_parameter(fact) or not self._everywhere or not {*self._axes} & {*axes_in(fact)}:

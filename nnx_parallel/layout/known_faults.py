@@ -11,6 +11,8 @@ all of them on Auto axes. Seen with Shardy and with GSPMD, jax 0.10.2 to 0.12.0.
   a device gets the product of another device's examples, often in the gradients below a layer alone.
 - crossed gradient: the batch over one axis, parameters over it and two more axes of the same size: the
   gradient of a kernel whose two dims end up on the two other axes is off by half.
+- looked-up rows: a table whose rows are over one axis, tokens over two others, the minor one first, and the
+  columns of the result over the first axis: rows of other tokens, so that the loss itself is wrong.
 - split kernel: a dilated convolution whose kernel is sharded over its spatial dims: the kernel gradient has
   no relation to the right one, or the compiler stops.
 
@@ -37,7 +39,10 @@ from nnx_parallel.layout.batch import input_spec, position_axes
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
 
-KNOWN_FAULTS = ("grouped convolution", "split window", "swapped examples", "crossed gradient", "split kernel")
+KNOWN_FAULTS = (
+  "grouped convolution", "split window", "swapped examples", "crossed gradient", "looked-up rows",
+  "split kernel",
+)  # fmt: skip
 OWN_STEP = "XLA can make the gradients of a jit of your own wrong on this mesh"
 
 

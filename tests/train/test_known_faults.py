@@ -1,5 +1,6 @@
 """Canaries: what XLA computes wrong. One that fails says that XLA is mended, and that an avoidance can go."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -81,6 +82,18 @@ def crossed_gradient() -> float:
   )
 
 
+def looked_up_rows() -> float:
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  batch = ("tensor", "fsdp")
+  return off(
+    lambda table, tokens: table[tokens],
+    mesh,
+    (normal(32, 16), jax.P("data")),
+    (np.arange(8) * 3 % 32, jax.P(batch)),
+    out=jax.P(batch, "data"),
+  )
+
+
 def split_kernel() -> float:
   def run(kernel: Any, x: Any) -> Any:
     y = jax.lax.conv_general_dilated(
@@ -98,6 +111,7 @@ CANARIES = {
   "split window": split_window,
   "swapped examples": swapped_examples,
   "crossed gradient": crossed_gradient,
+  "looked-up rows": looked_up_rows,
   "split kernel": split_kernel,
 }
 
@@ -321,3 +335,30 @@ def test_tables_over_several_axes_of_the_batch_are_right() -> None:
   step = nxp.train_step(squares)
   assert step.check_gradients(model, optimizer, nxp.shard_batch(x, plan))
   assert float(nxp.eval_step(squares)(model, nxp.shard_batch(x, plan))["loss"]) > 0
+
+
+class Tied(nnx.Module):
+  """A table, a product whose rows are over the axis of the table's rows, and the table as the head."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.embed = nnx.Embed(32, 16, rngs=rngs)
+    self.layer = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    found = 4 * self.embed(x)
+    return self.embed.attend(found + jnp.tanh(self.layer(found)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [*itertools.permutations(("data", "fsdp", "tensor"), 2)], ids="+".join)
+@pytest.mark.parametrize("split", ["rows", "rows and examples", "columns too"])
+def test_a_look_up_beside_a_product_over_the_axis_of_its_rows_is_right(batch: Any, split: str) -> None:
+  (rows,), (first, last) = {"data", "fsdp", "tensor"} - {*batch}, batch
+  specs = {"rows": (rows, None), "rows and examples": ((first, rows), last), "columns too": (rows, last)}
+  tables = nxp.PathRules([(r".*(embedding|kernel)", specs[split])])
+  plan = on_three_axes(Tied, [nxp.LogicalRules(batch=batch), tables])
+  x = np.arange(8, dtype=np.int32) * 5 % 32
+  assert_same_training(squares, {"looked up": plan}, [x, x])
+  model, _ = placed(plan)
+  found = nxp.eval_step(squares)(model, nxp.shard_batch(x, plan))["loss"]
+  np.testing.assert_allclose(found, squares(nxp.unsharded(lambda: Tied(nnx.Rngs(0))), x), rtol=1e-5)

@@ -69,10 +69,12 @@ class Batch:
 
   def dim_of(self, dims: Dims) -> int | None:
     """The dim of the examples of an activation of these global dims; None for other arrays."""
+    if dims.count(self.examples) != 1:
+      return None
     # Layers may be stacked in the model, or by a scan.
     known = {tuple(sorted(shape)) for one in self.parameters for shape in (one, one[1:])}
-    is_parameter = any(tuple(sorted(shape)) in known for shape in (dims, dims[1:]))
-    if dims.count(self.examples) != 1 or is_parameter:
+    parts = (dims,) if dims[0] == self.examples else (dims, dims[1:])
+    if any(tuple(sorted(part)) in known for part in parts):
       return None
     return dims.index(self.examples)
 
