@@ -37,7 +37,7 @@ from benchmarks.harness import RESULTS, Record, measure
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.loader import load_recipe
 from nnx_parallel.loop.recipe import plan_recipe
-from nnx_parallel.verify.check_gradients import Looks, checked, subject_of
+from nnx_parallel.verify.check_gradients import Looks, check_subject, subject_of
 from nnx_parallel.verify.subject import Subject
 from tests.layout.families import GPT, T5, Llama, ViT
 from tests.layout.models import LM
@@ -236,7 +236,7 @@ def false_alarms(record: Record) -> Iterator[int]:
       subject = case.subject()
       off = differences(subject)
       closer = [seed for seed in range(SEEDS) if seed == 0 or off[seed] > 1]
-      alarms = sum(not checked(subject, seed) for seed in closer)
+      alarms = sum(not check_subject(subject, seed) for seed in closer)
     group = f"largest difference / tolerance, {case.dtype}"
     record.value(f"{case.name} ({SEEDS} seeds)", float(off.max()), "", group=group)
     print(f"{case.dtype:9} {case.name:46} {off.max():.1e}, {len(closer)} closer, {alarms} alarms", flush=True)
@@ -251,7 +251,7 @@ def found(record: Record) -> Iterator[int]:
     subject = case.subject(doubled(case))
     off = differences(subject)
     seen = [seed for seed in range(SEEDS) if off[seed] > 1]
-    named = [checked(subject, seed).wrong for seed in seen[:5]]
+    named = [check_subject(subject, seed).wrong for seed in seen[:5]]
     right = sum(len(names) == 1 and names[0].endswith("scale") for names in named)
     group = f"one norm's gradient doubled, {case.dtype}"
     record.value(f"{case.name}: seen", 100 * len(seen) / SEEDS, "%", group=group)
@@ -281,7 +281,7 @@ def cost_of(record: Record, dtype: str, remat: Any) -> None:
   group = f"{dtype}, remat {remat or 'none'}"
   cases = {
     "train step": lambda: step(model, optimizer, batch),
-    "check_gradients": lambda: checked(subject).losses,
+    "check_gradients": lambda: check_subject(subject).losses,
   }
   record.compare(measure(cases, rounds=8, warmup=1), baseline="train step", group=group)
   stats = step.compiled(model, optimizer, batch).memory_analysis()

@@ -299,7 +299,6 @@ def given(files: Files) -> dict[str, Callable[[], Any]]:
     "generator.max_new_tokens": plain(2),
     "hosts.StopSignals.asked.step": plain(0),
     "hosts.barrier.name": plain("here"),
-    "hosts.once_per_host.function": plain(lambda: None),
     "hosts.to_host.tree": model,
     "infer_rules.call": plain(lambda module, x: module(x)),
     "infer_rules.inputs": plain((X,)),

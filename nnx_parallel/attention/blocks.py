@@ -44,12 +44,12 @@ from nnx_parallel.core.tiles import (
   Grid,
   Labels,
   Node,
-  Places,
+  Offsets,
   Tiles,
   Untiled,
-  described,
-  filled,
-  ordered,
+  describe,
+  fill,
+  order,
 )
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
@@ -120,7 +120,7 @@ def blocked(body: Jaxpr, match: Softmax, way: Way) -> JaxprEqn | None:
   tiles = Tiles(body, share.grid, is_leaf)
   own = tuple((name, name, 1) for name in share.names)
   ends = [
-    (match.largest.invars[0], ordered((name, match.order[name], 1) for name in share.names)),
+    (match.largest.invars[0], order((name, match.order[name], 1) for name in share.names)),
     (scores, own),
     (match.total.invars[0], own),
     (weights, _only(match.labels[0], *share.names)),
@@ -148,11 +148,11 @@ def _is_leaf(tiles: Tiles, var: Var, own: Labels, share: Share) -> bool:
   if {share.row, share.column} <= {name for name, _, _ in own}:
     return False
   # Keys and values that a model repeats, for groups of heads, are sent before they are.
-  made = tiles.made(var)
+  made = tiles.maker_of(var)
   while share.axis is not None and made is not None and made.primitive.name in PLACES:
     if made.invars[0].aval.size < var.aval.size:
       return False
-    made = None if isinstance(made.invars[0], core.Literal) else tiles.made(made.invars[0])
+    made = None if isinstance(made.invars[0], core.Literal) else tiles.maker_of(made.invars[0])
   return True
 
 
@@ -209,19 +209,19 @@ def _check_leaves(body: Jaxpr, match: Softmax, tiles: Tiles, names: set[int]) ->
     if eqn.primitive.name in _JUMPS and any(among(var, depends) for var in eqn.invars):
       # A tile rounds its scores differently: values equal to the other operand may end up above or below it.
       first = next(var for var in own if eqn.outvars[0] in dependents(body, {var}))
-      maker: Any = tiles.made(first)
+      maker: Any = tiles.maker_of(first)
       raise NotByBlocks(
-        f"{match}: {described(eqn)} compares its scores with {described(maker)}, which is computed"
+        f"{match}: {describe(eqn)} compares its scores with {describe(maker)}, which is computed"
         " from all of a row"
       )
   for var, labels in tiles.leaves:
-    made = tiles.made(var)
+    made = tiles.maker_of(var)
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if is_random(made):
-      raise NotByBlocks(f"{match}: dropout is between it and its product ({described(made)})")
+      raise NotByBlocks(f"{match}: dropout is between it and its product ({describe(made)})")
     if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
-      raise NotByBlocks(f"{match}: {described(made)} cannot be evaluated by blocks")
+      raise NotByBlocks(f"{match}: {describe(made)} cannot be evaluated by blocks")
   if not meets:
     raise NotAttention(f"{match}: no product of queries and keys makes it")
 
@@ -292,7 +292,7 @@ class _Program:
 
     return run
 
-  def largest(self, tiles: Sequence[jax.Array], places: Places) -> jax.Array:
+  def largest(self, tiles: Sequence[jax.Array], places: Offsets) -> jax.Array:
     """The maxima of a tile's scores over its keys."""
     node, labels = self.ends[0]
     known = dict(zip(self.nodes, tiles, strict=True))
@@ -301,7 +301,7 @@ class _Program:
     return tile.max(self.match.largest.params["axes"]).transpose(self.match.turned)
 
   def weighed(
-    self, tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Places
+    self, tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Offsets
   ) -> tuple[jax.Array, jax.Array]:
     """The product of a tile's weights, and the sums of its exponentials."""
     match, (_, (scores, own), summed, weights) = self.match, self.ends
@@ -356,8 +356,8 @@ class _Program:
   def _shifted(self) -> Node:
     """The scores from which the maximum is subtracted."""
     scores, labels = self.ends[1]
-    exp: Any = self.tiles.made(scores)
-    difference: Any = self.tiles.made(exp.invars[0])
+    exp: Any = self.tiles.maker_of(scores)
+    difference: Any = self.tiles.maker_of(exp.invars[0])
     return difference.invars[0], labels
 
   @functools.cached_property
@@ -383,7 +383,7 @@ class _Program:
     while todo:
       var = todo.pop()
       if isinstance(var, core.Literal) or var not in ends:
-        made = None if isinstance(var, core.Literal) else self.tiles.made(var)
+        made = None if isinstance(var, core.Literal) else self.tiles.maker_of(var)
         if made is None or made.primitive.name not in (*PLACES, "div"):
           return False
         todo += made.invars
@@ -399,7 +399,7 @@ class _Program:
     if where is not None:
       spec = PartitionSpec(*(None if d in few else own for d, own in enumerate(where)))
       weights = weights.update(sharding=weights.sharding.update(spec=spec))
-    one = filled(
+    one = fill(
       weights.update(shape=[1 if d in few else n for d, n in enumerate(weights.shape)]), 1, weights.dtype
     )
     over = tuple(met.summed[1 - side])  # pyright: ignore[reportOptionalMemberAccess]
@@ -438,7 +438,7 @@ def _of_values(match: Softmax, share: Share) -> Labels:
     for sides in own.values()
     if dim in sides[match.side]
   ]
-  return ordered(found)
+  return order(found)
 
 
 def _order(match: Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
@@ -449,7 +449,7 @@ def _order(match: Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
   for d in (d for d in names if isinstance(d, int) and d not in match.summed):
     own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]
     if not own or any(name not in placed for name in own):
-      raise NotAttention(f"{match}: {described(match.product)} sums over its dim {d}")
+      raise NotAttention(f"{match}: {describe(match.product)} sums over its dim {d}")
     found += own
   return found
 

@@ -26,17 +26,17 @@ from nnx_parallel.attention.fused import by_kernel
 from nnx_parallel.attention.kernels import kernel_in_use
 from nnx_parallel.attention.softmaxes import NotByBlocks, NotFused, Softmax, Softmaxes, named_dims
 from nnx_parallel.core.given import is_count, is_one_of
-from nnx_parallel.core.interpret import flattened
+from nnx_parallel.core.interpret import inline_calls
 from nnx_parallel.core.jaxprs import (
   CALLS,
-  called,
-  changed_params,
+  change_params,
   equations,
   has_rule,
   is_checkpoint,
   is_marked,
-  opened,
+  open_jaxpr,
   params_of,
+  program_of,
   without_unused,
 )
 from nnx_parallel.core.keys import identity
@@ -156,7 +156,7 @@ def way_of(attention: Attention) -> Way:
 
 def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple[Program, Found]]) -> Any:
   """The program with its attention rewrite; equal layers share one. `found` receives what was found."""
-  flat = flattened(jaxpr, is_opened)
+  flat = inline_calls(jaxpr, is_opened)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
   eqns: dict[int, JaxprEqn] = {}
@@ -181,15 +181,15 @@ def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple
             eqns[id(product)] = new
             matches.append(match)
     elif is_marked(eqn):
-      layer = identity(called(eqn))
+      layer = identity(program_of(eqn))
       if layer not in layers:
         inside = Found()
-        layers[layer] = rewrite(called(eqn), way, inside, layers), inside
+        layers[layer] = rewrite(program_of(eqn), way, inside, layers), inside
       here.add(layers[layer][1])
       eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
     elif eqn.primitive.name in _INNER or is_checkpoint(eqn):
       inside = {key: _inner(value, way, here, layers) for key, value in params_of(eqn).items()}
-      eqns[id(eqn)] = eqn.replace(params=changed_params(eqn, inside))
+      eqns[id(eqn)] = eqn.replace(params=change_params(eqn, inside))
   if here.taken:
     body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
     remaining = {id(eqn) for eqn in body.eqns}
@@ -199,20 +199,20 @@ def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple
   found.add(here)
   if not here.taken:
     return jaxpr
-  return flat.replace(jaxpr=body) if opened(jaxpr) is not jaxpr or flat.consts else body
+  return flat.replace(jaxpr=body) if open_jaxpr(jaxpr) is not jaxpr or flat.consts else body
 
 
 def _inner(value: Value, *args: Value) -> Value:
   if isinstance(value, tuple):
     return tuple(_inner(item, *args) for item in value)
-  return rewrite(value, *args) if hasattr(opened(value), "eqns") else value
+  return rewrite(value, *args) if hasattr(open_jaxpr(value), "eqns") else value
 
 
 def is_opened(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call whose operations may be part of an attention."""
   name = eqn.primitive.name
   if has_rule(eqn) and "bwd" not in params_of(eqn):  # jax.nn.softmax
-    inside = {e.primitive.name for e in equations(called(eqn))}
+    inside = {e.primitive.name for e in equations(program_of(eqn))}
     return {"reduce_max", "exp", "reduce_sum"} <= inside
   return name in CALLS and not is_marked(eqn)
 

@@ -27,7 +27,7 @@ from nnx_parallel.attention.softmaxes import NotFused, Softmax, is_cast, uncast
 from nnx_parallel.core.flow import Meeting, meeting
 from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, described, ordered, pulled
+from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, describe, order, pull
 from nnx_parallel.core.types import AnyArray, Jaxpr, JaxprEqn, Var
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
@@ -66,7 +66,7 @@ class _Scores:
 
   def labels(self, shape: Sequence[int]) -> Labels:
     """The labels of a value with dims of the product, some of them of length 1."""
-    return ordered((name, dim, 1) for name, dim in enumerate(self.dims) if shape[dim] > 1)
+    return order((name, dim, 1) for name, dim in enumerate(self.dims) if shape[dim] > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,13 +172,13 @@ def _read(var: Var, found: _Scores, made: Makers) -> tuple[_Scores, JaxprEqn]:
     low = {n: x * found.scale for n, x in enumerate(numbers) if n and x is not None}
     low = {n: x for n, x in low.items() if x <= HIDDEN}
     if len(low) != 1 or inputs[0].aval.shape != var.aval.shape:
-      raise NotFused(f"its scores go through {described(eqn)}, which is not a mask")
+      raise NotFused(f"its scores go through {describe(eqn)}, which is not a mask")
     ((side, fill),) = low.items()
     mask = inputs[0], found.labels(var.aval.shape), side == 1
     return _read(inputs[3 - side], found.masked(mask, fill, added=False), made)
   if name == "add" and found.cap is None:
     return _after_sum(eqn, found, made)
-  raise NotFused(f"its scores go through {described(eqn)}")
+  raise NotFused(f"its scores go through {describe(eqn)}")
 
 
 def _after_sum(eqn: JaxprEqn, found: _Scores, made: Makers) -> tuple[_Scores, JaxprEqn]:
@@ -191,7 +191,7 @@ def _after_sum(eqn: JaxprEqn, found: _Scores, made: Makers) -> tuple[_Scores, Ja
     if found.bias is None and _number(other, made) is None and x.aval.shape == eqn.outvars[0].aval.shape:
       with contextlib.suppress(NotFused):
         return _read(x, dataclasses.replace(found, bias=(other, found.dims, found.scale)), made)
-  raise NotFused(f"its scores go through {described(eqn)}")
+  raise NotFused(f"its scores go through {describe(eqn)}")
 
 
 def _added_mask(var: Var, labels: Labels, made: Makers) -> tuple[Condition, float] | None:
@@ -224,7 +224,7 @@ def _weights(match: Softmax, made: Makers) -> tuple[int, ...]:
   var, dims = uncast(match.product.invars[match.side], made)
   eqn, exponentials = made[var], uncast(match.exp.outvars[0], made)
   if eqn.primitive.name != "div" or uncast(eqn.invars[0], made) != exponentials:
-    raise NotFused(f"its weights go through {described(eqn)}")
+    raise NotFused(f"its weights go through {describe(eqn)}")
   if uncast(match.total.invars[0], made) != exponentials:
     raise NotFused("its exponentials are divided by another sum than their own")
   # The dims of the sum lie right: `Softmaxes.match` has followed them.
@@ -260,7 +260,7 @@ def _form(match: Softmax, scores: _Scores, dot: JaxprEqn, weights: tuple[int, ..
     and met.places is None is summed.places
   )
   if not is_plain:
-    raise NotFused(f"{described(dot)} and {described(match.product)} pair other dims")
+    raise NotFused(f"{describe(dot)} and {describe(match.product)} pair other dims")
   row = max(others, key=sizes.__getitem__, default=column)
   if row == column or sizes[row] == 1 or sizes[column] == 1:
     raise NotFused("there is only one query, or one key")
@@ -325,7 +325,7 @@ def _conditions(form: _Form, lengths: Mapping[int, int], made: Makers) -> list[C
     if eqn is None or not joins or any(not _is_bool(x) for x in eqn.invars):
       return [(var, labels, kept)]
     try:
-      wanted = pulled(eqn, labels, lengths)
+      wanted = pull(eqn, labels, lengths)
     except Untiled:
       return [(var, labels, kept)]
     pairs = [*zip(eqn.invars, wanted, strict=True)]
@@ -352,7 +352,7 @@ def _segments(
     eqn = maker(var, made)
     if eqn is None or eqn.primitive.name != ("eq" if kept else "ne") or is_inexact(eqn.invars[0].aval):
       continue
-    pairs = zip(eqn.invars, pulled(eqn, labels, lengths), strict=True)
+    pairs = zip(eqn.invars, pull(eqn, labels, lengths), strict=True)
     ends = [_before_places(x, own, lengths, made, _of_type(x)) for x, own in pairs]
     (one, own), (other, theirs) = sorted(ends, key=lambda end: any(name == column for name, _, _ in end[1]))
     turned = {(row if name == column else name, *place) for name, *place in theirs}
@@ -379,7 +379,7 @@ def _before_places(
     if isinstance(before, core.Literal) or not fits(before.aval):
       break
     try:
-      (own,) = pulled(made[var], labels, lengths)
+      (own,) = pull(made[var], labels, lengths)
     except Untiled:
       break
     if any(before.aval.shape[dim] != lengths[name] for name, dim, _ in own):

@@ -21,7 +21,7 @@ from jax.extend import core
 
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import is_inexact, makers
-from nnx_parallel.core.tiles import DimName, Labels, Node, Untiled, pulled
+from nnx_parallel.core.tiles import DimName, Labels, Node, Untiled, pull
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 HIDDEN = -1e4
@@ -98,7 +98,7 @@ class Hidden:
     if (name not in _RULES and name not in _KEPT) or (name in _LOGICAL and eqn.outvars[0].aval.dtype != bool):
       return _ANY
     try:
-      wanted = pulled(eqn, labels, self._lengths)
+      wanted = pull(eqn, labels, self._lengths)
     except Untiled:
       return _ANY
     given = [self._interval(var, own) for var, own in zip(eqn.invars, wanted, strict=True)]

@@ -23,11 +23,11 @@ from nnx_parallel.core.jaxprs import (
   is_inexact,
   maker,
   makers,
-  opened,
+  open_jaxpr,
   operations_behind,
   origin,
 )
-from nnx_parallel.core.tiles import DimName, Labels, Untiled, described, pushed
+from nnx_parallel.core.tiles import DimName, Labels, Untiled, describe, push
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 _SUMS = ("reduce_sum", "cumsum")
@@ -88,7 +88,7 @@ class Softmaxes:
   """
 
   def __init__(self, body: Jaxpr):
-    self.body = opened(body)
+    self.body = open_jaxpr(body)
     self._readers: dict[Var, list[int]] = {}
     for n, eqn in enumerate(self.body.eqns):
       for var in eqn.invars:
@@ -138,7 +138,7 @@ class Softmaxes:
     product = next((eqn for eqn in readers if eqn.primitive.name == "dot_general"), None)
     if product is None:
       return None
-    meet = f"its exponentials meet {described(product)} before they are divided by their sum"
+    meet = f"its exponentials meet {describe(product)} before they are divided by their sum"
     return f"{named_softmax(exp)}: {meet}"
 
   def products_before(self, exp: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -187,7 +187,7 @@ class Softmaxes:
       is_total = name == "reduce_sum" and own == [_EXP] and {*own_labels} == {*named}
       if is_total and {*map(int, eqn.params["axes"])} == axes:
         totals.append(eqn)
-        kinds[out], labels[out] = _SUM, pushed(eqn, 0, named, lengths)
+        kinds[out], labels[out] = _SUM, push(eqn, 0, named, lengths)
         continue
       kind = _kind(eqn, own, self._made)
       if kind is None and name in _WITH_OTHERS and _SUM in own:
@@ -197,7 +197,7 @@ class Softmaxes:
           raise Untiled(eqn)
         kinds[out], labels[out] = kind, _joined(eqn, used, labels, lengths)
       except Untiled:
-        raise NotByBlocks(f"{text}: its weights go through {described(eqn)}") from None
+        raise NotByBlocks(f"{text}: its weights go through {describe(eqn)}") from None
       if kind == _WEIGHT and (name == "select_n" or among(eqn.invars[used[0]], selected)):
         selected.add(out)
     if len(totals) > 1:
@@ -239,7 +239,7 @@ def _placed(eqn: JaxprEqn, own: list[int], labels: dict[Var, Labels], lengths: L
   for m in own:
     var = eqn.invars[m]
     try:
-      placed = pushed(eqn, m, labels[var], lengths)
+      placed = push(eqn, m, labels[var], lengths)
     except Untiled:
       if not eqn.outvars or len(eqn.outvars[0].aval.shape) != len(var.aval.shape):
         return None
@@ -323,7 +323,7 @@ def _joined(
   """The labels of a result of exponentials and sums, which must lie along the same dims; or `Untiled`."""
   found: dict[DimName, tuple[int, int]] = {}
   for n in operands:
-    for name, dim, factor in pushed(eqn, n, labels[eqn.invars[n]], lengths):
+    for name, dim, factor in push(eqn, n, labels[eqn.invars[n]], lengths):
       if found.setdefault(name, (dim, factor)) != (dim, factor):
         raise Untiled(eqn)
   return tuple((name, *place) for name, place in found.items())
@@ -361,7 +361,7 @@ def _summed_over(
     for dim, own in names.items()
   ):
     return None
-  return pushed(product, side, labels, lengths)
+  return push(product, side, labels, lengths)
 
 
 def wholes(labels: Labels, dims: Sequence[int]) -> list[int]:

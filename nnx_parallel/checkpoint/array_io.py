@@ -202,7 +202,7 @@ def read(
     nonlocal in_flight
     name, reads = reading.popleft()
     in_flight -= sizes[name]
-    return name, reads if isinstance(reads, Exception) else _attempt(lambda: _placed(targets[name], reads))
+    return name, reads if isinstance(reads, Exception) else _attempt(lambda: _place(targets[name], reads))
 
   for name in targets:
     while reading and in_flight + sizes[name] > half:
@@ -248,7 +248,7 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
   return reads
 
 
-def _placed(target: jax.ShapeDtypeStruct, reads: Mapping[Box, tuple[Any, Any]]) -> Array:
+def _place(target: jax.ShapeDtypeStruct, reads: Mapping[Box, tuple[Any, Any]]) -> Array:
   """The array of its shards, once they are read."""
   for _, read in reads.values():
     read.result()

@@ -57,7 +57,7 @@ class Retention:
   def _metrics(self, header: Header) -> Mapping[str, float] | None:
     return None if math.isnan(header.metrics.get(self.best or "", math.nan)) else header.metrics
 
-  def expired(self, headers: Mapping[int, Header | None]) -> list[int]:
+  def choose_expired(self, headers: Mapping[int, Header | None]) -> list[int]:
     """The steps to delete, in the order of their numbers; never the newest, the best, or a damaged step."""
     known = [header for step in sorted(headers, reverse=True) if (header := headers[step]) is not None]
     if self.keep is None or not known:
@@ -121,7 +121,7 @@ class Catalog(Storage):
       return
     why = "the old steps could not be listed"
     try:
-      doomed = [(step, False) for step in self.retention.expired(self.headers())]
+      doomed = [(step, False) for step in self.retention.choose_expired(self.headers())]
       doomed += [(step, True) for step, folder in self.aside().items() if (folder / manifest.FILE).exists()]
       for step, aside in doomed:
         why = f"step {step}, which need not be kept, could not be removed"

@@ -234,7 +234,7 @@ class Checkpointer:
       items = {} if model is None else save.describe(targets.saved_roots(model, optimizer, only))
 
       def look(_: object) -> list[int]:
-        with friendly_errors("save", self.directory), self._held():
+        with friendly_errors("save", self.directory), self._hold():
           steps = self._steps.steps()
           self._steps.check_space(max(steps, default=-1) + 1, manifest.nbytes_of(items))
           for step in () if steps else self._steps.unrecognised_steps():
@@ -245,7 +245,7 @@ class Checkpointer:
     return block.found
 
   @contextlib.contextmanager
-  def _held(self) -> Generator[None]:
+  def _hold(self) -> Generator[None]:
     """Takes the directory until this object is closed, or nobody has it, and locks out other saves."""
     self._steps.make_directory()
     with contextlib.ExitStack() as stack:
@@ -274,18 +274,18 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """The complete steps, in the order of their numbers; `latest` is the newest."""
-    return multihost.decided(self._steps.steps)
+    return multihost.decide(self._steps.steps)
 
   def latest(self) -> int | None:
     """The newest complete step of the run that saved last, or None.
 
     A step counts as complete if its files have the right sizes; only `restore` and `verify` read the files.
     """
-    return multihost.decided(self._steps.latest)
+    return multihost.decide(self._steps.latest)
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
-    return multihost.decided(self._steps.best)
+    return multihost.decide(self._steps.best)
 
   @check_arguments(CheckpointError)
   def metadata(self, step: int | str | None = None) -> Manifest:
@@ -297,7 +297,7 @@ class Checkpointer:
     Returns:
       The `Manifest` of the step: its number, metrics, extra values, plan, versions, and the shapes of leaves.
     """
-    number = multihost.decided(lambda: self._steps.resolve(step))
+    number = multihost.decide(lambda: self._steps.resolve(step))
     with multihost.together():
       return self._steps.manifest(number)
 
@@ -446,7 +446,7 @@ class Checkpointer:
     Raises:
       CheckpointError: the step does not exist, or another process removed or replaced it during the check.
     """
-    number = multihost.decided(lambda: self._steps.resolve(step, whole=False))
+    number = multihost.decide(lambda: self._steps.resolve(step, whole=False))
     found = self._steps.identity(number)
     problems = self._problems(number)
     if multihost.any_process(bool(problems) and self._steps.identity(number) != found):
@@ -465,7 +465,7 @@ class Checkpointer:
 
       def begin(_: object) -> None:
         with friendly():
-          stack.enter_context(self._held())
+          stack.enter_context(self._hold())
           self._steps.make_place(step, resumed=self._resumed, overwrite=request.overwrite)
           self._steps.check_space(step, request.nbytes)
 
@@ -594,12 +594,12 @@ class Checkpointer:
       except VanishedError:
         if step not in (None, "latest", "best"):
           raise
-        number, older = multihost.decided(functools.partial(self._steps.resolve, step)), None
+        number, older = multihost.decide(functools.partial(self._steps.resolve, step)), None
       except DamagedError as error:
         if on_corrupt == "error":
           raise
         if older is None:
-          older = multihost.decided(functools.partial(self._steps.older, number))
+          older = multihost.decide(functools.partial(self._steps.older, number))
         if not older:
           raise
         warn(f"step {number} was passed over: {error.what}")

@@ -73,7 +73,7 @@ class LeafPair:
     """The array to read, padded; a numpy array where jax lacks the dtype: `jax_enable_x64` is off."""
     struct, saved = self.target.struct, self.saved
     dtype = struct.dtype if is_key(struct.dtype) else np.dtype(saved.dtype)
-    sharding = struct.sharding if _made_of(dtype) == dtype else None
+    sharding = struct.sharding if _dtype_in_jax(dtype) == dtype else None
     return encoding.stored_form(struct.shape, dtype, saved.encoding, sharding)
 
   @property
@@ -91,13 +91,13 @@ class LeafPair:
   def wants_x64(self) -> bool:
     """Whether jax would make another dtype of the target's, because `jax_enable_x64` is off."""
     struct = self.target.struct
-    return struct.sharding is not None and _made_of(struct.dtype) != struct.dtype
+    return struct.sharding is not None and _dtype_in_jax(struct.dtype) != struct.dtype
 
   @property
   def wanted_type(self) -> str:
     """The target's dtype, and what jax would make of it."""
     dtype = self.target.struct.dtype
-    note = f" (jax would make {_made_of(dtype)} of it: jax_enable_x64 is off)" if self.wants_x64 else ""
+    note = f" (jax would make {_dtype_in_jax(dtype)} of it: jax_enable_x64 is off)" if self.wants_x64 else ""
     return f"{encoding.dtype_name(dtype)}{note}"
 
   def has_type(self, cast: bool) -> bool:
@@ -380,7 +380,7 @@ def _closest(name: str, names: list[str]) -> str | None:
   return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.4)), None)
 
 
-def _made_of(dtype: DTypeLike) -> Any:
+def _dtype_in_jax(dtype: DTypeLike) -> Any:
   """The dtype of an array that jax makes from this dtype: 32 bits for 64 while `jax_enable_x64` is off."""
   return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 

@@ -30,7 +30,7 @@ class Hold:
   def __init__(self, directory: epath.Path, name: str):
     self.name, self.path, self.users = name, directory / LOCK, 0
     self.saving = threading.Lock()
-    self.file = _locked(self.path)
+    self.file = _lock_file(self.path)
 
   def let_go(self) -> None:
     """Ends one `take` of the directory."""
@@ -45,14 +45,14 @@ class Hold:
   def save(self, *, wait: bool = True) -> Generator[None]:
     """Waits for the other saves of this process; takes the directory again if somebody removed it."""
     if not self.saving.acquire(blocking=wait):
-      raise _held(self.path, _me())
+      raise _held_error(self.path, _me())
     try:
       holder = self.path.read_text().strip() if self.path.exists() else ""
       if not holder:
         self.file.close()
-        self.file = _locked(self.path)
+        self.file = _lock_file(self.path)
       elif holder != _me():  # where nothing locks
-        raise _held(self.path, holder)
+        raise _held_error(self.path, holder)
       yield
     finally:
       self.saving.release()
@@ -78,7 +78,7 @@ def _me() -> str:
   return f"run {_RUN}, process {os.getpid()} on {socket.gethostname()}"
 
 
-def _locked(path: epath.Path) -> io.FileIO:
+def _lock_file(path: epath.Path) -> io.FileIO:
   """The lock file, locked, with the name of this run in it."""
   import fcntl  # not on Windows
 
@@ -89,7 +89,7 @@ def _locked(path: epath.Path) -> io.FileIO:
     file.seek(0)
     holder = file.read().decode().strip()
     file.close()
-    raise _held(path, holder) from None
+    raise _held_error(path, holder) from None
   except OSError as error:
     if error.errno not in _NO_LOCKS:
       file.close()
@@ -103,7 +103,7 @@ def _locked(path: epath.Path) -> io.FileIO:
   return file
 
 
-def _held(path: epath.Path, holder: str) -> CheckpointError:
+def _held_error(path: epath.Path, holder: str) -> CheckpointError:
   who = "this process is already" if holder == _me() else "another job is"
   return CheckpointError(
     f"cannot write to {path.parent}: {who} writing there.",

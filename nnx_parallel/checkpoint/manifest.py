@@ -113,7 +113,7 @@ def write(manifest: Manifest, step_dir: epath.Path) -> None:
 
 def read(step_dir: epath.Path) -> Manifest:
   """Reads and checks the manifest of a step folder."""
-  return _checked(step_dir, lambda file: file.read_bytes(), _parse)
+  return _check(step_dir, lambda file: file.read_bytes(), _parse)
 
 
 def read_header(step_dir: epath.Path) -> Header:
@@ -123,7 +123,7 @@ def read_header(step_dir: epath.Path) -> Header:
     with file.open("rb") as stream:
       return stream.readline()
 
-  return _checked(step_dir, first_line, lambda signed, _: _header(signed))
+  return _check(step_dir, first_line, lambda signed, _: _header(signed))
 
 
 def file_name(path: str) -> str:
@@ -149,7 +149,7 @@ def versions() -> dict[str, str]:
   return found
 
 
-def _checked(
+def _check(
   step_dir: epath.Path,
   load: Callable[[epath.Path], bytes],
   parse: Callable[[dict[str, Any], bytes], T],

@@ -115,10 +115,10 @@ class Storage:
         if suffix == REPLACED and not folder.exists():
           entry.rename(folder)
         else:
-          _removed(entry)
+          _try_remove(entry)
       elif suffix == SAVING and (folder / manifest.FILE).exists():
         entry.unlink()  # the manifest was the commit
-      elif suffix != REPLACED and _removed(folder):
+      elif suffix != REPLACED and _try_remove(folder):
         entry.unlink()
 
   def check_place(self, step: int) -> None:
@@ -187,7 +187,7 @@ class Storage:
     self.saving(step).rename(final)
     make_durable([self.directory])
     if replaced.exists():
-      _removed(replaced)  # where a reader has files open, NFS keeps them; the step is saved
+      _try_remove(replaced)  # where a reader has files open, NFS keeps them; the step is saved
 
   def delete(self, step: int, *, aside: bool = False) -> None:
     """Deletes a step, or the one that was set aside; if the process is killed, no incomplete step remains."""
@@ -219,7 +219,7 @@ def _remove(folder: epath.Path) -> None:
     folder.rmtree()
 
 
-def _removed(folder: epath.Path) -> bool:
+def _try_remove(folder: epath.Path) -> bool:
   """Whether a folder could be removed. If not, the next save tries again."""
   try:
     _remove(folder)

@@ -72,7 +72,7 @@ def read(
   if choose is None:
     return found
   leaves = flatten(root)[0]
-  chosen = _chosen(root, leaves, choose)
+  chosen = _choose(root, leaves, choose)
   kept = {path: leaf for path, leaf in found.leaves[item].items() if path in chosen}
   values = tuple(path for path in found.values.get(item, ()) if path in chosen)
   return dataclasses.replace(
@@ -128,7 +128,7 @@ def saved_roots(model: object, optimizer: object, only: Only | None = None) -> d
     )
   patterns, choose = split_only(only)
   if choose is not None:
-    leaves = _chosen(model, leaves, choose)
+    leaves = _choose(model, leaves, choose)
   if patterns is not None:
     names = Patterns(patterns, ())
     leaves = {name: leaf for name, leaf in leaves.items() if not names.leaves_out(name)}
@@ -253,7 +253,7 @@ def _tree_target(roots: Mapping[str, PyTree], *, as_numpy: bool) -> Target:
   return Target(wanted, plain, build)
 
 
-def _chosen(tree: PyTree, leaves: Leaves, choose: Any) -> Leaves:
+def _choose(tree: PyTree, leaves: Leaves, choose: Any) -> Leaves:
   """The leaves of a tree that a filter of nnx chooses."""
   predicate: Callable[[Path, Leaf], bool] = nnx.filterlib.to_predicate(choose)  # pyright: ignore[reportAssignmentType]
   nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)

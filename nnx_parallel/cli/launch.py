@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
   if args.restarts and command[1:4] == ["-m", "nnx_parallel", "train"]:
     if "--checkpoint" not in " ".join(words):
       args.usage_error("--restarts continue from a checkpoint: add --checkpoint DIR --save-every N")
-    again = resumed(command)
+    again = resume(command)
   return launch(
     Job(
       command,
@@ -108,7 +108,7 @@ def command_of(words: Sequence[str]) -> list[str]:
   return list(words) if shutil.which(first) else [*train, first, *rest]
 
 
-def resumed(command: Sequence[str]) -> list[str]:
+def resume(command: Sequence[str]) -> list[str]:
   """The command of a later attempt: it resumes from the newest step, whatever the first attempt named."""
   kept = list(command)
   while (at := next((i for i, word in enumerate(kept) if re.match("--resume(=|$)", word)), None)) is not None:

@@ -144,7 +144,7 @@ def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Plan:
   from nnx_parallel.loop.recipe import plan_recipe
 
   memory = "pinned_host" if args.offload else None
-  return plan_recipe(recipe, mesh, changed_rules(recipe, args.rules), zero=args.zero, optimizer_memory=memory)
+  return plan_recipe(recipe, mesh, change_rules(recipe, args.rules), zero=args.zero, optimizer_memory=memory)
 
 
 def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = False) -> Mesh:
@@ -158,7 +158,7 @@ def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = Fa
   return real_mesh(sizes, args.devices)
 
 
-def changed_rules(recipe: Recipe, changes: Rules) -> Any:
+def change_rules(recipe: Recipe, changes: Rules) -> Any:
   """The recipe's rules with the changes of `--rules`."""
   from nnx_parallel.loop.recipe import rules_of
   from nnx_parallel.rules.ruleset import RuleSet

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     cast(Any, recipe.loss),
     args.topology,
     batch=abstract_batch(recipe, args.batch),
-    rules=options.changed_rules(recipe, args.rules),
+    rules=options.change_rules(recipe, args.rules),
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
     layers=args.layers,

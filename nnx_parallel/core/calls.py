@@ -37,7 +37,7 @@ def around_calls(modules: Iterable[tuple[Any, Around]]) -> Generator[None]:
   for module, around in pairs:
     vars(module)[_ATTRIBUTE] = around
   try:
-    with _dispatched({type(module) for module, _ in pairs}):
+    with _dispatch({type(module) for module, _ in pairs}):
       yield
   finally:
     for module, _ in pairs:
@@ -45,7 +45,7 @@ def around_calls(modules: Iterable[tuple[Any, Around]]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _dispatched(kinds: Iterable[type]) -> Generator[None]:
+def _dispatch(kinds: Iterable[type]) -> Generator[None]:
   # The classes that have the `__call__`, not those that inherit it: a model may ask which of them does.
   owners = {owner for kind in kinds for owner in kind.__mro__ if "__call__" in vars(owner)}
   with _LOCK:

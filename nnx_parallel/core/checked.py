@@ -56,14 +56,14 @@ def check_arguments(error: type[NnxParallelError], /, *own: str, **limits: int |
   def decorate(function: Any) -> Any:
     if inspect.isclass(function):
       made: Any = function
-      made.__init__ = _wrapped(made.__init__, error, own, limits)
+      made.__init__ = _wrap(made.__init__, error, own, limits)
       return made
-    return _wrapped(function, error, own, limits)
+    return _wrap(function, error, own, limits)
 
   return decorate
 
 
-def _wrapped(
+def _wrap(
   function: Any, error: type[NnxParallelError], own: Collection[str], limits: Mapping[str, int | range]
 ) -> Any:
   parameters = functools.cache(lambda: _parameters(function, own))
@@ -163,7 +163,7 @@ def _parameters(function: Any, own: Collection[str]) -> tuple[inspect.Signature,
   for name, parameter in signature.parameters.items():
     if parameter.annotation is parameter.empty or name in own:
       continue
-    kind = _evaluated(parameter.annotation, inner.__globals__)
+    kind = _evaluate(parameter.annotation, inner.__globals__)
     if parameter.kind is not parameter.VAR_KEYWORD or kind in _NUMBERS:
       kinds[name] = kind
   return signature, kinds
@@ -220,7 +220,7 @@ _NAMED = {
 }
 
 
-def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
   """The type that an annotation means: of several, a tuple; `Any` if only a type checker knows it."""
   if not isinstance(annotation, str):
     return annotation

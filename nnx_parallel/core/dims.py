@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from nnx_parallel.core.jaxprs import opened, programs
+from nnx_parallel.core.jaxprs import open_jaxpr, programs
 from nnx_parallel.core.types import JaxprEqn, Var
 
 Factors = tuple[int | None, ...]
@@ -133,7 +133,7 @@ def _shapes(variables: Iterable[Var]) -> list[tuple[int, ...]]:
   return [tuple(getattr(v.aval, "shape", ())) for v in variables]
 
 
-def _mapped(eqn: JaxprEqn, *operands: Sequence[int | None], mixed: Iterable[int] = ()) -> DimMap:
+def _map_factors(eqn: JaxprEqn, *operands: Sequence[int | None], mixed: Iterable[int] = ()) -> DimMap:
   """The map of an operation with one result, whose dims are the factors 0, 1, ...; others have none."""
   shapes = _shapes(eqn.invars)
   rest = [(None,) * len(shape) for shape in shapes[len(operands) :]]
@@ -164,7 +164,7 @@ def _elementwise(eqn: JaxprEqn) -> DimMap | None:
 
 def _custom_derivative(eqn: JaxprEqn) -> DimMap | None:
   """A function with its own derivative is in the table where it is elementwise (`jax.nn.relu`)."""
-  inner = [e for body in programs(eqn) for e in opened(body).eqns]
+  inner = [e for body in programs(eqn) for e in open_jaxpr(body).eqns]
   return _elementwise(eqn) if all(e.primitive.name in ELEMENTWISE for e in inner) else None
 
 
@@ -186,7 +186,7 @@ def _mixing(key: str) -> Callable[[JaxprEqn], DimMap]:
   return rule
 
 
-def _resized(eqn: JaxprEqn) -> DimMap:
+def _map_resize(eqn: JaxprEqn) -> DimMap:
   """Slices and updates: a dim whose size differs between an operand and the result is mixed."""
   (out,) = _shapes(eqn.outvars)
   shapes = [shape for shape in _shapes(eqn.invars) if len(shape) == len(out)]
@@ -233,28 +233,28 @@ def _reduction(eqn: JaxprEqn) -> DimMap:
   rank, gone = len(eqn.invars[0].aval.shape), eqn.params["axes"]
   kept = itertools.count()
   lost = itertools.count(rank - len(gone))
-  return _mapped(eqn, [next(lost) if d in gone else next(kept) for d in range(rank)])
+  return _map_factors(eqn, [next(lost) if d in gone else next(kept) for d in range(rank)])
 
 
 def _squeeze(eqn: JaxprEqn) -> DimMap:
   kept, gone = itertools.count(), eqn.params["dimensions"]
-  return _mapped(eqn, [None if d in gone else next(kept) for d in range(len(eqn.invars[0].aval.shape))])
+  return _map_factors(eqn, [None if d in gone else next(kept) for d in range(len(eqn.invars[0].aval.shape))])
 
 
 def _transpose(eqn: JaxprEqn) -> DimMap:
   order = list(eqn.params["permutation"])
-  return _mapped(eqn, [order.index(d) for d in range(len(order))])
+  return _map_factors(eqn, [order.index(d) for d in range(len(order))])
 
 
 def _broadcast(eqn: JaxprEqn) -> DimMap:
   before, after = eqn.invars[0].aval.shape, eqn.params["shape"]
   pairs = zip(before, eqn.params["broadcast_dimensions"], strict=True)
-  return _mapped(eqn, [to if size == after[to] else None for size, to in pairs])
+  return _map_factors(eqn, [to if size == after[to] else None for size, to in pairs])
 
 
 def _stack(eqn: JaxprEqn) -> DimMap:
   axis, rank = eqn.params["axis"], len(eqn.invars[0].aval.shape)
-  found = _mapped(eqn, *[[d + (d >= axis) for d in range(rank)]] * len(eqn.invars))
+  found = _map_factors(eqn, *[[d + (d >= axis) for d in range(rank)]] * len(eqn.invars))
   return dataclasses.replace(found, results=(tuple(None if d == axis else d for d in found.results[0]),))
 
 
@@ -305,7 +305,7 @@ def _product(
     known |= {d: rank + n for n, d in enumerate(summed[side])}
     known |= dict.fromkeys(groups if side else (), None)
     sides.append([known[d] if d in known else next(free) for d in range(len(var.aval.shape))])
-  return _mapped(eqn, *sides)
+  return _map_factors(eqn, *sides)
 
 
 def _convolution(eqn: JaxprEqn) -> DimMap:
@@ -324,7 +324,7 @@ def _convolution(eqn: JaxprEqn) -> DimMap:
     kernel[out] = out_channel
   if params["batch_group_count"] > 1:
     mixed |= {out_batch, out_channel}
-  return _mapped(eqn, [image[d] for d in range(rank)], [kernel.get(d) for d in range(rank)], mixed=mixed)
+  return _map_factors(eqn, [image[d] for d in range(rank)], [kernel.get(d) for d in range(rank)], mixed=mixed)
 
 
 def _gather(eqn: JaxprEqn) -> DimMap:
@@ -346,7 +346,7 @@ def _gather(eqn: JaxprEqn) -> DimMap:
   for n, d in enumerate(numbers.collapsed_slice_dims):
     own[d] = len(out) + n
   picked = range(len(out), len(out) + len(numbers.collapsed_slice_dims))
-  found = _mapped(eqn, own, [*looked_up, None][: len(indices)], mixed=picked)
+  found = _map_factors(eqn, own, [*looked_up, None][: len(indices)], mixed=picked)
   return dataclasses.replace(found, results=(tuple(None if d in cut else d for d in range(len(out))),))
 
 
@@ -367,7 +367,7 @@ def _scatter(eqn: JaxprEqn) -> DimMap:
     else:
       mixed.add(d)
   places = [own[d] for d in looked_up]
-  return _mapped(
+  return _map_factors(
     eqn,
     range(len(table)),
     [*places, None][: len(indices)],
@@ -383,7 +383,7 @@ _RULES: Mapping[str, Callable[[JaxprEqn], DimMap | None]] = {
   **dict.fromkeys(REDUCTIONS, _reduction),
   **dict.fromkeys(SCATTERS, _scatter),
   **dict.fromkeys(MATRIX, _leading(lambda eqn: 2)),
-  **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "slice"), _resized),
+  **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "slice"), _map_resize),
   **dict.fromkeys(
     ("reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
      "select_and_scatter_add"), _windows

@@ -5,7 +5,7 @@ A rule says what happens to an operation. If it returns `DEFAULT`, the walk hand
 - `facts_of` propagates facts about values, without values. Default: the facts from the operation's own
   programs; a loop is walked until the facts of its carry stay the same.
 - `Interpreter` does both, also inside calls, checkpoints, loops, branches, custom rules and `shard_map`:
-  their programs are traced again under the rule. `rewritten` does this for a rule without facts.
+  their programs are traced again under the rule. `rewrite` does this for a rule without facts.
 
 Only `wiring` knows how the programs inside an operation are connected with it.
 """
@@ -22,16 +22,16 @@ from jax.extend import core
 
 from nnx_parallel.core.jaxprs import (
   CALLS,
+  at_place_of,
   bind,
-  called,
   constants,
   has_rule,
   is_checkpoint,
-  opened,
+  open_jaxpr,
   params_of,
-  placed,
+  program_of,
   scan_counts,
-  traced,
+  trace_like,
 )
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, P, Program, Value, Var
 
@@ -61,7 +61,7 @@ def read(var: Var, values: Mapping[Value, Value], lift: Callable[[jax.Array], Va
 
 def values_of(jaxpr: Program, inputs: Sequence[Value], lift: Callable[[jax.Array], Value] = _same) -> Values:
   """The values of a program's constants and of its first inputs, or all, by variable."""
-  body = opened(jaxpr)
+  body = open_jaxpr(jaxpr)
   values: Values = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
   values.update(zip(body.invars[: len(inputs)], inputs, strict=True))
   return values
@@ -82,7 +82,7 @@ def run_operations(
   """Runs operations in order, with the source line and name stack of each; adds their results to `values`."""
 
   def step(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    with placed(eqn):
+    with at_place_of(eqn):
       found = rule(eqn, inputs)
       return bind(eqn, inputs) if found is DEFAULT else found
 
@@ -98,17 +98,17 @@ def interpret(
   makes a value from an array, for literals and constants.
   """
   values = values_of(jaxpr, inputs, lift)
-  run_operations(opened(jaxpr).eqns, values, rule, lift)
-  return [read(var, values, lift) for var in opened(jaxpr).outvars]
+  run_operations(open_jaxpr(jaxpr).eqns, values, rule, lift)
+  return [read(var, values, lift) for var in open_jaxpr(jaxpr).outvars]
 
 
-def flattened(jaxpr: Program, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
+def inline_calls(jaxpr: Program, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
   """A closed jaxpr with the operations of some calls in their place."""
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    return interpret(called(eqn), inputs, rule) if opens(eqn) else DEFAULT
+    return interpret(program_of(eqn), inputs, rule) if opens(eqn) else DEFAULT
 
-  return traced(lambda *inputs: interpret(jaxpr, inputs, rule), jaxpr)
+  return trace_like(lambda *inputs: interpret(jaxpr, inputs, rule), jaxpr)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ def wiring(eqn: JaxprEqn) -> Wiring:
     return Wiring([Inner("branches", branch, range(1, count)) for branch in params["branches"]])
   if name in (*CALLS, "shard_map") or is_checkpoint(eqn) or has_rule(eqn):
     key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "traced") if key in params), None)
-    return Wiring([] if key is None else [Inner(key, called(eqn), range(count))])
+    return Wiring([] if key is None else [Inner(key, program_of(eqn), range(count))])
   return Wiring()
 
 
@@ -178,7 +178,7 @@ NO_FACTS: Facts[None] = Facts(lambda _: None, lambda eqn, _: [None] * len(eqn.ou
 def facts_of(jaxpr: Program, inputs: Sequence[F], facts: Facts[F]) -> dict[Var, F]:
   """The fact of each variable of a program, given the facts of its inputs."""
   known = values_of(jaxpr, inputs, facts.constant)
-  walk(opened(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
+  walk(open_jaxpr(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
   return known
 
 
@@ -187,7 +187,7 @@ def facts_after(eqn: JaxprEqn, inputs: Sequence[F], facts: Facts[F]) -> Sequence
 
   def inside(inner: Inner, inputs: list[F]) -> list[F]:
     known = facts_of(inner.program, inputs, facts)
-    return [read(var, known, facts.constant) for var in opened(inner.program).outvars]
+    return [read(var, known, facts.constant) for var in open_jaxpr(inner.program).outvars]
 
   found = facts.follow(eqn, [*inputs])
   return through(eqn, inputs, inside, facts) if found is DEFAULT else found
@@ -265,11 +265,11 @@ class Interpreter(Generic[F]):
     if not is_walked(eqn):
       return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
     if eqn.primitive.name == "shard_map":
-      return self._mapped(eqn, inputs, facts)
+      return self._map_shards(eqn, inputs, facts)
     new: dict[Inner, Program] = {}
 
     def inside(inner: Inner, facts: list[F]) -> list[F]:
-      new[inner], found = self._retraced(inner.program, facts)
+      new[inner], found = self._retrace(inner.program, facts)
       return found
 
     found = through(eqn, facts, inside, self._facts)
@@ -278,15 +278,17 @@ class Interpreter(Generic[F]):
       changed["branches"] = tuple(new.values())
     return bind(eqn, inputs, **changed), found
 
-  def _retraced(self, program: Program, facts: list[F]) -> tuple[Program, list[F]]:
+  def _retrace(self, program: Program, facts: list[F]) -> tuple[Program, list[F]]:
     key = id(program), *facts
     if key not in self._done:
       function, found = self._function(program, facts)
-      made = traced(function, program)
-      self._done[key] = opened(made) if opened(program) is program else made, found, program
+      made = trace_like(function, program)
+      self._done[key] = open_jaxpr(made) if open_jaxpr(program) is program else made, found, program
     return self._done[key][:2]
 
-  def _mapped(self, eqn: JaxprEqn, inputs: list[Value], facts: list[F]) -> tuple[Sequence[Value], list[F]]:
+  def _map_shards(
+    self, eqn: JaxprEqn, inputs: list[Value], facts: list[F]
+  ) -> tuple[Sequence[Value], list[F]]:
     params = eqn.params
     function, found = self._function(params["jaxpr"], facts)
     mapped = jax.shard_map(
@@ -316,11 +318,11 @@ def is_walked(eqn: JaxprEqn) -> bool:
   A custom rule that JAX keeps in an object (`call_hi_primitive`) can't.
   """
   inner = wiring(eqn).inner
-  arrays = all(isinstance(var.aval, ShapedArray) for some in inner for var in opened(some.program).invars)
+  arrays = all(isinstance(var.aval, ShapedArray) for some in inner for var in open_jaxpr(some.program).invars)
   return bool(inner) and arrays and all(some.key != "traced" for some in inner)
 
 
-def rewritten(jaxpr: Program, rule: Rule) -> ClosedJaxpr:
+def rewrite(jaxpr: Program, rule: Rule) -> ClosedJaxpr:
   """The closed jaxpr of a program under a rule, also inside calls, loops, branches and custom rules."""
 
   def paired(eqn: JaxprEqn, inputs: list[Value], _: list[None]) -> Sequence[Value]:
@@ -328,17 +330,17 @@ def rewritten(jaxpr: Program, rule: Rule) -> ClosedJaxpr:
     return found if found is DEFAULT else (found, [None] * len(eqn.outvars))
 
   interpreter = Interpreter(paired, NO_FACTS)
-  return traced(lambda *inputs: interpreter(jaxpr, inputs, [None] * len(inputs))[0], jaxpr)
+  return trace_like(lambda *inputs: interpreter(jaxpr, inputs, [None] * len(inputs))[0], jaxpr)
 
 
-def forwarded(jaxpr: Program) -> list[int | None]:
+def find_forwarded(jaxpr: Program) -> list[int | None]:
   """For each output, the position of the input that it is equal to; None for computed outputs.
 
   Also through calls, checkpoints, loops and branches: `nnx.remat` and `nnx.scan` return every Variable that
   they receive. The result of a custom rule has another gradient.
   """
-  known = facts_of(jaxpr, range(len(opened(jaxpr).invars)), _POSITIONS)
-  return [read(var, known, _POSITIONS.constant) for var in opened(jaxpr).outvars]
+  known = facts_of(jaxpr, range(len(open_jaxpr(jaxpr).invars)), _POSITIONS)
+  return [read(var, known, _POSITIONS.constant) for var in open_jaxpr(jaxpr).outvars]
 
 
 def _returned(eqn: JaxprEqn, _: object) -> Any:
@@ -360,7 +362,7 @@ def without_copies(jaxpr: P) -> P:
 
   `nnx.jit` returns every Variable that it receives.
   """
-  inner = opened(jaxpr)
+  inner = open_jaxpr(jaxpr)
   if inner is not jaxpr:
     return jaxpr.replace(jaxpr=without_copies(inner))
   same: dict[Var, Var] = {}

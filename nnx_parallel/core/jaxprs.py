@@ -57,7 +57,7 @@ def params_of(eqn: JaxprEqn) -> dict[str, Any]:
   return eqn.params if held is None else held.params
 
 
-def changed_params(eqn: JaxprEqn, changed: Mapping[str, Any]) -> dict[str, Any]:
+def change_params(eqn: JaxprEqn, changed: Mapping[str, Any]) -> dict[str, Any]:
   """The original parameters of an operation, with changes to some parameters of `params_of`."""
   held = eqn.params.get(_OBJECT)
   if held is None or not changed:
@@ -94,7 +94,7 @@ def is_call_or_checkpoint(eqn: JaxprEqn) -> bool:
   return is_call(eqn) or is_checkpoint(eqn)
 
 
-def opened(jaxpr: Program) -> Jaxpr:
+def open_jaxpr(jaxpr: Program) -> Jaxpr:
   """The jaxpr itself, closed or not."""
   inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
   return inner
@@ -107,7 +107,7 @@ def constants(jaxpr: Program) -> Sequence[jax.Array]:
 
 def as_function(jaxpr: Program) -> Callable[..., Sequence[jax.Array]]:
   """A jaxpr as a function of flat arrays."""
-  inner: Any = opened(jaxpr)
+  inner: Any = open_jaxpr(jaxpr)
   closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
 
@@ -125,7 +125,7 @@ def by_trace(
   return other
 
 
-def placed(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+def at_place_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
   """Gives operations that are traced in its body the source line and the name stack of an operation.
 
   Otherwise every operation of a loss that is evaluated again would seem to come from a line of this package.
@@ -158,17 +158,17 @@ def bind(eqn: JaxprEqn, inputs: Sequence[Value], **changed: Any) -> Sequence[jax
   if inside and isinstance(where, NamedSharding):
     changed = {**changed, "sharding": NamedSharding(active, where.spec)}
   with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active) if inside else contextlib.nullcontext():
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(changed_params(eqn, changed)))
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(change_params(eqn, changed)))
   return results if eqn.primitive.multiple_results else [results]
 
 
-def called(eqn: JaxprEqn) -> Any:
+def program_of(eqn: JaxprEqn) -> Any:
   """The program that an operation holds (a call, a checkpoint, a custom rule), or None."""
   params = params_of(eqn)
   found: Any = next(
     (params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "traced") if key in params), None
   )
-  return opened(found) if "traced" in params else found
+  return open_jaxpr(found) if "traced" in params else found
 
 
 def programs(eqn: JaxprEqn) -> list[Program]:
@@ -176,12 +176,12 @@ def programs(eqn: JaxprEqn) -> list[Program]:
   values = [
     x for value in params_of(eqn).values() for x in (value if isinstance(value, (tuple, list)) else (value,))
   ]
-  return [x for x in values if hasattr(opened(x), "eqns")]
+  return [x for x in values if hasattr(open_jaxpr(x), "eqns")]
 
 
 def equations(jaxpr: Program, enters: Callable[[JaxprEqn], bool] = lambda _: True) -> Iterator[JaxprEqn]:
   """Every equation of a jaxpr, and of its inner jaxprs, or of the inner jaxprs of some equations."""
-  for eqn in opened(jaxpr).eqns:
+  for eqn in open_jaxpr(jaxpr).eqns:
     yield eqn
     if enters(eqn):
       for program in programs(eqn):
@@ -258,7 +258,7 @@ def dependents(jaxpr: Program | Sequence[JaxprEqn], first: Iterable[Var]) -> set
 
 def makers(jaxpr: Program) -> dict[Var, JaxprEqn]:
   """The operation that makes each variable of a program."""
-  return {out: eqn for eqn in opened(jaxpr).eqns for out in eqn.outvars}
+  return {out: eqn for eqn in open_jaxpr(jaxpr).eqns for out in eqn.outvars}
 
 
 def maker(var: Var, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
@@ -298,7 +298,7 @@ def scan_counts(eqn: JaxprEqn) -> ScanCounts:
 
   The parameters with these counts have different names in different versions.
   """
-  inner = opened(eqn.params["jaxpr"])
+  inner = open_jaxpr(eqn.params["jaxpr"])
   inputs, results = zip(eqn.invars, inner.invars, strict=True), zip(eqn.outvars, inner.outvars, strict=True)
   rows = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in inputs)
   carried = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in results)
@@ -314,9 +314,9 @@ def struct(aval: Aval) -> jax.ShapeDtypeStruct:
   )
 
 
-def traced(function: Callable[..., PyTree], like: Program) -> ClosedJaxpr:
+def trace_like(function: Callable[..., PyTree], like: Program) -> ClosedJaxpr:
   """The closed jaxpr of a function of flat arrays with the types of the inputs of another."""
-  avals = [var.aval for var in opened(like).invars]
+  avals = [var.aval for var in open_jaxpr(like).invars]
   # In a `shard_map` a type also says over which axes values differ.
   return jax.make_jaxpr(function)(*[aval if aval.mat.varying else struct(aval) for aval in avals])
 
@@ -349,7 +349,7 @@ def operations_behind(
 
 def without_unused(jaxpr: P) -> P:
   """A jaxpr, closed or not, without the operations whose results nobody reads."""
-  inner = opened(jaxpr)
+  inner = open_jaxpr(jaxpr)
   if inner is not jaxpr:
     return jaxpr.replace(jaxpr=without_unused(inner))
   return jaxpr.replace(eqns=operations_behind(inner.eqns, inner.outvars, effects=True))

@@ -18,7 +18,7 @@ from nnx_parallel.core.jaxprs import (
   has_rule,
   inner_equations,
   is_tracer,
-  opened,
+  open_jaxpr,
   programs,
 )
 from nnx_parallel.core.nodes import is_key
@@ -96,7 +96,7 @@ class Keys:
 
   def of(self, value: Any) -> Hashable:
     """The key of a program, or of another parameter."""
-    if hasattr(opened(value), "eqns"):  # a program, or a traced program
+    if hasattr(open_jaxpr(value), "eqns"):  # a program, or a traced program
       place = id(value), self._in_rule
       if place not in self._bodies:  # jax traces equal calls once, so most bodies are the same object
         key = self._body(value)
@@ -115,10 +115,10 @@ class Keys:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # the grid of a kernel holds programs
       fields = [field.name for field in dataclasses.fields(value) if field.name not in _DERIVATIVES]
       return type(value), tuple((name, self.of(getattr(value, name, None))) for name in fields)
-    return _held(value)
+    return _key_of_value(value)
 
   def _body(self, body: Program) -> Hashable:
-    jaxpr = opened(body)
+    jaxpr = open_jaxpr(body)
     numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     shapes = [str(value.aval) for value in numbers]
     code = self.code(jaxpr.eqns, numbers, [])
@@ -163,7 +163,7 @@ class Keys:
     return tuple(code)
 
 
-def _held(value: Any, around: tuple[object, ...] = ()) -> Hashable:
+def _key_of_value(value: Any, around: tuple[object, ...] = ()) -> Hashable:
   """The key of a value that a program holds; a function is the same if it closes over the same objects.
 
     jax.debug.callback(lambda x: print("mean", x), x)   # a new function in each layer, and the same key
@@ -178,9 +178,9 @@ def _held(value: Any, around: tuple[object, ...] = ()) -> Hashable:
     if str(value.__module__).startswith("jax."):  # holds the user's function, and other arguments in a dict
       kept = [tuple(x.items()) if isinstance(x, dict) else x for x in kept]
     kept += [value.__defaults__, tuple((value.__kwdefaults__ or {}).items())]
-    return value.__code__, id(value.__globals__), *(_held(x, (*around, value)) for x in kept)
+    return value.__code__, id(value.__globals__), *(_key_of_value(x, (*around, value)) for x in kept)
   if isinstance(value, tuple):
-    return tuple(_held(x, around) for x in value)
+    return tuple(_key_of_value(x, around) for x in value)
   try:
     hash(value)
   except TypeError:

@@ -44,14 +44,14 @@ def _mesh_again(platform: str, ids: Grid, names: tuple[str, ...], kinds: tuple[A
   return Mesh(np.vectorize(here.get, otypes=[object])(ids), names, axis_types=kinds)
 
 
-def _reduced(mesh: Mesh) -> tuple[Any, ...]:
+def _reduce(mesh: Mesh) -> tuple[Any, ...]:
   devices: Any = mesh.devices
   ids = np.vectorize(lambda device: device.id, otypes=[int])(devices)
   return _mesh_again, (devices.flat[0].platform, ids, mesh.axis_names, mesh.axis_types)
 
 
 # jax pickles arrays, but no mesh, and Variables, states and plans hold their mesh.
-copyreg.pickle(Mesh, _reduced)
+copyreg.pickle(Mesh, _reduce)
 
 
 @shorten_traceback
@@ -97,7 +97,7 @@ def make_mesh(
   devices = [*np.asarray(jax.devices() if devices is None else devices, dtype=object).flat]
   if not devices:
     raise MeshError("a mesh needs at least one device, and `devices` is empty.", fix="devices=jax.devices()")
-  shape = _complete(_merged(axes, names, sizes, counted=True), len(devices))
+  shape = _complete(_merge_sizes(axes, names, sizes, counted=True), len(devices))
   dcn_shape = _dcn_shape(shape, {} if dcn is None else dcn)
   types = _axis_types(shape, explicit)
   return Mesh(_arrange(shape, dcn_shape, devices), tuple(shape), axis_types=types)
@@ -126,7 +126,7 @@ def abstract_mesh(
     >>> nxp.abstract_mesh(data=16, fsdp=256).size
     4096
   """
-  shape = _merged(axes, names, sizes, counted=False)
+  shape = _merge_sizes(axes, names, sizes, counted=False)
   return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=_axis_types(shape, explicit))
 
 
@@ -298,7 +298,7 @@ def _axes_by_link(mesh: Mesh) -> dict[str, list[str]]:
   return found
 
 
-def _merged(
+def _merge_sizes(
   axes: Mapping[str, int] | None, names: tuple[object, ...], sizes: Mapping[str, int], *, counted: bool
 ) -> dict[str, int]:
   """Merges the sizes of both forms into plain ints and checks them; -1 is a size if devices are `counted`."""

@@ -56,11 +56,11 @@ def pad_variable(variable: Variable, array: AnyArray, storage_shape: tuple[int, 
   """
   shapes = (tuple(variable.get_raw_value().shape), tuple(storage_shape))
   metadata = {**variable.get_metadata(), PADDED: shapes}
-  return cast(Any, _padded_type(type(variable))).from_metadata(array, metadata)
+  return cast(Any, _pad_type(type(variable))).from_metadata(array, metadata)
 
 
 @functools.cache
-def _padded_type(kind: type[Variable]) -> type[Variable]:
+def _pad_type(kind: type[Variable]) -> type[Variable]:
   def get_value(self: Variable, **index: Any) -> AnyArray:
     return _logical_variable(self).get_value(**index)
 
@@ -102,7 +102,7 @@ def _padded_type(kind: type[Variable]) -> type[Variable]:
 
 
 def _rebuild(kind: type[Variable], state: dict[str, Any]) -> Any:
-  padded: Any = _padded_type(kind)
+  padded: Any = _pad_type(kind)
   made = padded.__new__(padded)
   made.__setstate__(state)
   return made

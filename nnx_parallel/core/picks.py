@@ -80,7 +80,7 @@ def _constant(var: Var, program: ClosedJaxpr) -> np.ndarray | None:
 _sum_of_row = functools.partial(jnp.sum, axis=-1, keepdims=True)
 
 
-def picked(
+def pick(
   x: jax.Array,
   indices: jax.Array,
   *updates: jax.Array,

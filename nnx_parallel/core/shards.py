@@ -66,7 +66,7 @@ def laid_out(
   return jax.sharding.reshard(x, spec if active else NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
 
 
-def pinned(x: jax.Array, where: Sharding | None) -> jax.Array:
+def pin(x: jax.Array, where: Sharding | None) -> jax.Array:
   """`x` in the sharding `where`, unless that is None: in its type on Explicit axes."""
   if where is None:
     return x
@@ -82,7 +82,7 @@ def auto_sharding(where: NamedSharding) -> NamedSharding:
   return NamedSharding(auto_mesh(where.mesh), where.spec, memory_kind=where.memory_kind)
 
 
-def computed_on_auto_axes(
+def compute_on_auto_axes(
   run: Callable[..., PyTree], mesh: AnyMesh, specs: Callable[[PyTree], PyTree] = lambda _: PartitionSpec()
 ) -> Callable[..., Any]:
   """`run` with Auto axes in place of `mesh`'s Explicit axes; its arguments and results keep their types.
@@ -95,7 +95,7 @@ def computed_on_auto_axes(
   @functools.wraps(run)
   def changed(*args: PyTree) -> PyTree:
     with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
-      results = run(*jax.tree.map(_untyped, args))
+      results = run(*jax.tree.map(_drop_type, args))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       typed = jax.tree.map(lambda spec: explicit_part(spec, mesh), specs(results))
       return jax.sharding.reshard(results, typed)
@@ -110,7 +110,7 @@ def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
   return PartitionSpec(*(entry_of(without(axes_of(entry), auto)) for entry in spec))
 
 
-def _untyped(x: AnyArray) -> Any:
+def _drop_type(x: AnyArray) -> Any:
   typed = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
   return jax.sharding.reshard(x, PartitionSpec()) if typed else x
 

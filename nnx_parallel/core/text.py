@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 
-def listed(lines: Sequence[str], most: int = 20) -> str:
+def list_lines(lines: Sequence[str], most: int = 20) -> str:
   """The first lines of a long list, and how many more there are."""
   more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
   return "\n".join([*lines[:most], *more])

@@ -24,7 +24,7 @@ from nnx_parallel.core.types import Aval, Jaxpr, JaxprEqn, Var
 
 DimName: TypeAlias = Any
 """The name of a dim that is cut into blocks: any key of a dict."""
-Places: TypeAlias = Mapping[DimName, Any]
+Offsets: TypeAlias = Mapping[DimName, Any]
 """For each named dim, the number of a block: an int, or an array in a loop."""
 Labels: TypeAlias = tuple[tuple[DimName, int, int], ...]
 """`(name of a dim, dim of an array, factor)`: the array's dim is factor x the named dim x the rest."""
@@ -38,11 +38,11 @@ class Untiled(Exception):
   """An operation that cannot be evaluated for a block of a dim; `eqn` is the operation."""
 
   def __init__(self, eqn: JaxprEqn):
-    super().__init__(described(eqn))
+    super().__init__(describe(eqn))
     self.eqn = eqn
 
 
-def described(eqn: JaxprEqn) -> str:
+def describe(eqn: JaxprEqn) -> str:
   """An operation and the type of its result."""
   return " -> ".join([eqn.primitive.name, *(var.aval.str_short() for var in eqn.outvars[:1])])
 
@@ -77,7 +77,7 @@ class Grid:
     within = np.minimum(np.arange(self.count(name) // parts) * size, part - size)
     return (np.arange(parts)[:, None] * part + within).reshape(-1)
 
-  def fresh(self, tile: jax.Array, labels: Labels, places: Places, other: float = 0.0) -> jax.Array:
+  def fresh(self, tile: jax.Array, labels: Labels, places: Offsets, other: float = 0.0) -> jax.Array:
     """A tile with another number at positions that an earlier tile has too."""
     for name, dim, factor in labels:
       if name in self.blocks and self.lengths[name] // self.parts.get(name, 1) % self.blocks[name]:
@@ -89,11 +89,11 @@ class Grid:
         tile = jax.lax.select(new, tile, jnp.full_like(tile, other))
     return tile
 
-  def indices(self, name: DimName, places: Places) -> jax.Array:
+  def indices(self, name: DimName, places: Offsets) -> jax.Array:
     """Where the elements of a block are in the dim."""
     return self._start(name, places)[0] + jnp.arange(self.blocks[name])
 
-  def _start(self, name: DimName, places: Places) -> tuple[jax.Array, jax.Array]:
+  def _start(self, name: DimName, places: Offsets) -> tuple[jax.Array, jax.Array]:
     """The start of a block, and the start of the positions that no earlier block has."""
     parts, size, place, ahead = self.parts.get(name, 1), self.blocks[name], places[name], 0
     length, count = self.lengths[name] // parts, self.count(name) // parts
@@ -109,7 +109,7 @@ class Grid:
         found[dim] = found[dim] // self.lengths[name] * self.blocks[name]
     return tuple(found)
 
-  def untiled(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
+  def untile(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
     """The shape of an array, given the shape of a tile."""
     found = list(shape)
     for name, dim, _ in labels:
@@ -117,7 +117,7 @@ class Grid:
         found[dim] = found[dim] // self.blocks[name] * self.lengths[name]
     return tuple(found)
 
-  def take(self, x: jax.Array, labels: Labels, places: Places) -> jax.Array:
+  def take(self, x: jax.Array, labels: Labels, places: Offsets) -> jax.Array:
     """A tile of an array."""
     for name, dim, factor in labels:
       if name in self.blocks:
@@ -130,7 +130,7 @@ class Grid:
           x = part.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return x
 
-  def put(self, x: jax.Array, part: jax.Array, labels: Labels, places: Places) -> jax.Array:
+  def put(self, x: jax.Array, part: jax.Array, labels: Labels, places: Offsets) -> jax.Array:
     """The array with a tile replaced."""
     sliced = [label for label in labels if label[0] in self.blocks]
     if not sliced:
@@ -173,7 +173,7 @@ class Tiles:
     eqn = self._made.get(var)
     if eqn is not None and not self._leaf(var, labels):
       try:
-        wanted = pulled(eqn, labels, self.grid.lengths)
+        wanted = pull(eqn, labels, self.grid.lengths)
       except Untiled:
         if strict(var):
           raise
@@ -184,11 +184,11 @@ class Tiles:
         return
     self.leaves[var, labels] = None
 
-  def made(self, var: Var) -> JaxprEqn | None:
+  def maker_of(self, var: Var) -> JaxprEqn | None:
     """The operation that makes a value, or None."""
     return self._made.get(var)
 
-  def value(self, var: Var, labels: Labels, known: dict[Node, jax.Array], places: Places) -> jax.Array:
+  def value(self, var: Var, labels: Labels, known: dict[Node, jax.Array], places: Offsets) -> jax.Array:
     """A tile of a value, from the tiles that are known, to which it is added."""
     if isinstance(var, core.Literal):
       return var.val
@@ -201,7 +201,7 @@ class Tiles:
     return known[var, labels]
 
   def _tile(
-    self, eqn: JaxprEqn, labels: Labels, inputs: list[jax.Array], places: Places
+    self, eqn: JaxprEqn, labels: Labels, inputs: list[jax.Array], places: Offsets
   ) -> Sequence[jax.Array]:
     name = eqn.primitive.name
     shape = self.grid.shape(eqn.outvars[0].aval.shape, labels)
@@ -230,7 +230,7 @@ class Tiles:
     return bind(eqn, inputs)
 
 
-def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> list[Labels]:
+def pull(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> list[Labels]:
   """The labels that the operands of an operation need, given the labels of its result.
 
   Raises `Untiled` if a block of the result is not a function of blocks of the operands.
@@ -246,7 +246,7 @@ def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> lis
     placed = [moved(dim, factor, lengths[name], before, after) for name, dim, factor in labels]
     if None in placed or len({to[0] for to in placed if to is not None}) < len(placed):
       raise Untiled(eqn)  # it splits a named dim, or a block would be a rectangle inside one dim
-    return [ordered((name, *to) for (name, _, _), to in zip(labels, placed, strict=True) if to is not None)]
+    return [order((name, *to) for (name, _, _), to in zip(labels, placed, strict=True) if to is not None)]
   found = _blocks(eqn, dims)
   result = found.results[0]
   wanted = {result[dim] for dim in dims}
@@ -254,12 +254,12 @@ def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> lis
   if None in wanted or (made and eqn.primitive.name != "broadcast_in_dim"):
     raise Untiled(eqn)
   return [
-    ordered((name, d, factor) for name, dim, factor in labels for d, f in enumerate(own) if f == result[dim])
+    order((name, d, factor) for name, dim, factor in labels for d, f in enumerate(own) if f == result[dim])
     for own in found.operands
   ]
 
 
-def pushed(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName, int]) -> Labels:
+def push(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName, int]) -> Labels:
   """The labels of an operation's result, given the labels of an operand; `Untiled` without a map of its dims.
 
   Dims that it sums over lose their labels, and so do dims that a reshape splits.
@@ -267,21 +267,21 @@ def pushed(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName
   if eqn.primitive.name == "reshape":
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     placed = [(name, moved(dim, factor, lengths[name], before, after)) for name, dim, factor in labels]
-    return ordered((name, *to) for name, to in placed if to is not None)
+    return order((name, *to) for name, to in placed if to is not None)
   found = _blocks(eqn)
   place = {f: d for d, f in enumerate(found.results[0]) if f is not None}
   own = [place.get(f) for f in found.operands[operand]]  # pyright: ignore[reportArgumentType]
   kept = [(name, to, factor) for name, dim, factor in labels if (to := own[dim]) is not None]
   _blocks(eqn, {to for _, to, _ in kept})
-  return ordered(kept)
+  return order(kept)
 
 
-def ordered(labels: Iterable[tuple[DimName, int, int]]) -> Labels:
+def order(labels: Iterable[tuple[DimName, int, int]]) -> Labels:
   """Labels in a canonical order."""
   return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))
 
 
-def tied(xs: Sequence[jax.Array]) -> list[jax.Array]:
+def tie(xs: Sequence[jax.Array]) -> list[jax.Array]:
   """The same arrays, each of which depends on all of them.
 
   The derivative of a scan computes values that depend only on its constants ahead of the scan: a mask of
@@ -291,7 +291,7 @@ def tied(xs: Sequence[jax.Array]) -> list[jax.Array]:
   return [jax.lax.optimization_barrier((x, token))[0] for x in xs]
 
 
-def filled(aval: Aval, value: float, dtype: DTypeLike) -> jax.Array:
+def fill(aval: Aval, value: float, dtype: DTypeLike) -> jax.Array:
   """A constant array, with the shape of a variable, and its sharding on Explicit axes."""
   return jax.lax.full(aval.shape, value, dtype, sharding=struct(aval).sharding)
 

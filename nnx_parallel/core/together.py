@@ -126,7 +126,7 @@ def require_same(what: str, text: str) -> None:
     block.same = what, text
 
 
-def decided(function: Callable[[], T]) -> T:
+def decide(function: Callable[[], T]) -> T:
   """The function's result on process 0, a JSON value: other processes may not see the same files yet."""
   with together() as block:
     block.decide = lambda _: function()

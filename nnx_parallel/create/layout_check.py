@@ -10,7 +10,7 @@ from flax import nnx
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.shards import describe
-from nnx_parallel.core.text import format_array, listed, with_article
+from nnx_parallel.core.text import format_array, list_lines, with_article
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import LayoutMismatchError, PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
@@ -62,7 +62,7 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
   beside = f", and {len(extra)} {'is' if len(extra) == 1 else 'are'} not in the plan." if extra else "."
   raise LayoutMismatchError(
     f"{len(wrong)} of {planned} arrays are not laid out as planned{beside}",
-    details=listed([*wrong, *extra]),
+    details=list_lines([*wrong, *extra]),
     fix=f"{call}; p[...] = x keeps a Variable's layout, p.set_value(x) does not.\n"
     "In a jit of your own: p[...] = jax.lax.with_sharding_constraint(x, plan[path].sharding).",
   )

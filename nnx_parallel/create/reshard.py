@@ -19,7 +19,7 @@ from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, key_implementation, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
 from nnx_parallel.core.shards import auto_sharding, describe
-from nnx_parallel.core.text import format_array, listed
+from nnx_parallel.core.text import format_array, list_lines
 from nnx_parallel.core.types import AnyArray, Leaf, Model
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
@@ -262,7 +262,7 @@ def _check_arrays(
   if wrong:
     raise PlanError(
       f"{len(wrong)} arrays do not fit the plan's {what}.",
-      details=listed(wrong),
+      details=list_lines(wrong),
       fix="give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them.",
     )
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.interpret import flattened, is_literal, read, walk
+from nnx_parallel.core.interpret import inline_calls, is_literal, read, walk
 from nnx_parallel.core.jaxprs import bind, is_call
 from nnx_parallel.core.keys import Keys
 from nnx_parallel.core.mesh import axis_sizes, use_mesh
@@ -70,7 +70,7 @@ def cut(
   """Cuts a traced constructor without side effects into groups of equal slices that make these results."""
   known, operations, made = dict[Var, AnyArray](), list[JaxprEqn](), list[Var]()
   for program, reads in phases:
-    program = flattened(program, _is_opened) if any(map(_is_opened, program.eqns)) else program
+    program = inline_calls(program, _is_opened) if any(map(_is_opened, program.eqns)) else program
     jaxpr = program.jaxpr
     known.update(zip(jaxpr.constvars, program.consts, strict=True))
     names = dict(zip(jaxpr.invars, (made[i] for i in reads), strict=True))

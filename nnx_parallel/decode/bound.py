@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
-from nnx_parallel.core.interpret import forwarded
+from nnx_parallel.core.interpret import find_forwarded
 from nnx_parallel.core.mesh import axis_sizes, is_explicit, own_mesh
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.shards import pin
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.decode.loops import Asked, Generated, Loop, Steps, Written, by_batch, by_slots, sizes_of
@@ -30,7 +30,7 @@ from nnx_parallel.errors import DecodeError
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
 from nnx_parallel.layout.gather import Gather, gather_reads
-from nnx_parallel.train.axes import places_inside, places_outside, with_types
+from nnx_parallel.train.axes import shardings_inside, shardings_outside, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
 
 Arrays: TypeAlias = list[jax.Array]
@@ -58,7 +58,7 @@ class Bound:
   def __init__(self, options: Options, used: Used, model: Model):
     self.options, self._used = options, used
     self.binding = Binding({"model": model})
-    self.outside = places_outside(self.binding)
+    self.outside = shardings_outside(self.binding)
     self.places = self.outside.on_auto_axes()
     # The arrays of the program: first the arrays of Variables, then raw arrays.
     places = [*self.binding.template.variables, *self.binding.template.raw]
@@ -81,7 +81,7 @@ class Bound:
       self.axes = axes_of(input_spec(scope.ruleset, 2, axis_sizes(mesh))[0])
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
-    self._of_caches, self._weights = self._divided(self.shardings)
+    self._of_caches, self._weights = self._divide(self.shardings)
     self.jitted: Any = jax.jit(
       self._typed,
       donate_argnums=() if self.in_slots else 0,
@@ -134,9 +134,9 @@ class Bound:
 
   def arrays(self) -> tuple[list[AnyArray], list[AnyArray]]:
     """The caches, and all else that the model holds."""
-    return self._divided([*self.binding.read(), *self.binding.raw])
+    return self._divide([*self.binding.read(), *self.binding.raw])
 
-  def _divided(self, arrays: list[AnyArray]) -> tuple[list[AnyArray], list[AnyArray]]:
+  def _divide(self, arrays: list[AnyArray]) -> tuple[list[AnyArray], list[AnyArray]]:
     """The caches among all arrays of the program, and the remaining arrays."""
     return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
 
@@ -163,7 +163,7 @@ class Bound:
     """The program for the arrays of the model: its results, and the caches by number."""
     typed = any(is_explicit(jax.typeof(x).sharding.mesh) for x in arrays)
     self.places = self.outside if typed else self.outside.on_auto_axes()
-    after, found = self._program(*self._divided([*arrays, *raw]), Args(*args))
+    after, found = self._program(*self._divide([*arrays, *raw]), Args(*args))
     fields = {name: x for name, x in found._asdict().items() if x is not None}
     return fields, dict(zip(self.caches, after, strict=False))
 
@@ -220,7 +220,7 @@ class Bound:
   def _pin(self, x: jax.Array, *entries: object) -> jax.Array:
     """An array in a layout; without entries it is replicated."""
     mesh = self.places.mesh
-    return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    return x if mesh is None else pin(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
   def _split_rows(self, x: jax.Array) -> jax.Array:
     """An array whose dim 0 is the batch."""
@@ -234,11 +234,11 @@ class Bound:
     # Sums over the vocabulary would depend on its sharding, and so would the drawn tokens.
     return self._split_rows(split) if self.options.sampling.temperature else split
 
-  def _pinned(self, caches: Arrays, rows: Rows | None) -> Arrays:
+  def _pin_caches(self, caches: Arrays, rows: Rows | None) -> Arrays:
     if rows is None:
-      return [pinned(x, where) for x, where in zip(caches, self._of_caches, strict=True)]
+      return [pin(x, where) for x, where in zip(caches, self._of_caches, strict=True)]
     return [
-      self._of_rows(x, getattr(where, "spec", ()), None) if d is None else pinned(x, where)
+      self._of_rows(x, getattr(where, "spec", ()), None) if d is None else pin(x, where)
       for x, where, d in zip(caches, self._of_caches, rows.dims, strict=True)
     ]
 
@@ -248,7 +248,7 @@ class Bound:
     entries += [rest] * (x.ndim - 1 - len(entries))
     return self._pin(x, entry_of(self.axes), *entries)
 
-  def _called(
+  def _call(
     self, others: Arrays, tokens: jax.Array, position: jax.Array, caches: Arrays, cache: PyTree
   ) -> PyTree:
     """Calls the model with tokens `(batch, n)`: the last logits, and all arrays and caches after it."""
@@ -262,7 +262,7 @@ class Bound:
     logits, cache = (result, None) if not given else result
     _check_logits(logits, tokens)
     found = template.arrays((model,))
-    after, others = self._divided([found[i] for i in (*template.variables, *template.raw)])
+    after, others = self._divide([found[i] for i in (*template.variables, *template.raw)])
     return logits[:, -1], others, after, cache
 
   def _one_call(
@@ -270,10 +270,10 @@ class Bound:
   ) -> PyTree:
     """The logits and all caches after a call that changes nothing else."""
     given = others, tokens, position, caches, cache
-    logits, after, caches, cache = self._called(*given)
+    logits, after, caches, cache = self._call(*given)
     changed = [n for n, (old, new) in enumerate(zip(others, after, strict=True)) if old is not new]
     if changed:  # or returned: `nnx.remat` and `nnx.jit` return every Variable that they get
-      sources = forwarded(jax.make_jaxpr(self._called)(*given))[1:]
+      sources = find_forwarded(jax.make_jaxpr(self._call)(*given))[1:]
       leaves = [n for n, x in enumerate(others) for _ in jax.tree.leaves(x)]
       changed = [n for i, n in enumerate(leaves) if sources[i] != i]
     if changed:
@@ -293,7 +293,7 @@ class Bound:
 
     def after(tokens: jax.Array, caches: Arrays) -> Arrays:
       cache = None if self.options.cache is None else self.options.cache(batch, length)
-      return self._called(others, self._split_rows(tokens), position, caches, cache)[2]
+      return self._call(others, self._split_rows(tokens), position, caches, cache)[2]
 
     rows = Rows(batch, dims_of_rows(after, tokens, caches) if caches else [])
     before = jax.eval_shape(lambda: self._empty(caches, batch, length, rows))
@@ -343,20 +343,20 @@ class Bound:
       return jnp.repeat(x, rows.number // self._shards, dim)
 
     caches, made = jax.tree.map(for_all, whole, jax.tree.broadcast(loop.dims, whole))
-    return self._pinned(caches, rows), made
+    return self._pin_caches(caches, rows), made
 
   def _empty(self, caches: Arrays, batch: int, length: int, rows: Rows | None) -> State:
     """The state before the first token."""
     make = self.options.cache
     if rows is None:
-      return self._pinned([jnp.zeros_like(x) for x in caches], None), make and make(batch, length)
+      return self._pin_caches([jnp.zeros_like(x) for x in caches], None), make and make(batch, length)
     shapes = [
       (rows.number, *x.shape) if d is None else (*x.shape[:d], rows.number, *x.shape[d + 1 :])
       for x, d in zip(caches, rows.dims, strict=True)
     ]
     zeros = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, caches, strict=True)]
     if make is None:
-      return self._pinned(zeros, rows), None
+      return self._pin_caches(zeros, rows), None
     with mapped_axes(self.axes):
       one = make(1, length)
 
@@ -364,7 +364,7 @@ class Bound:
       row, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
       return self._of_rows(jnp.broadcast_to(x, (rows.number, *x.shape)), row, rest)
 
-    return self._pinned(zeros, rows), jax.tree.map(repeated, one)
+    return self._pin_caches(zeros, rows), jax.tree.map(repeated, one)
 
   def _typed(self, caches: PyTree, others: PyTree, args: Args) -> PyTree:
     """The program on Auto axes, or with types if the model states shardings; its results have types."""
@@ -376,7 +376,7 @@ class Bound:
       ], by_row
 
     layouts, self.places = self._of_caches, self.outside.on_auto_axes()
-    self.places = places_inside(self.outside, self._program, caches, others, args)
+    self.places = shardings_inside(self.outside, self._program, caches, others, args)
     self._used.axes = self.places.note
     if self.explicit and self.in_slots:
       self._check_weights("on Explicit axes a row")
@@ -391,7 +391,7 @@ class Bound:
       # What all rows of the model's cache share, such as an index, is that of the row that has read the most.
       most = jnp.argmax(asked.lengths + found.lengths)
       places = zip(after, rows.dims, self._of_caches, strict=True)
-      after = [x if d is not None else pinned(x[most], where) for x, d, where in places]
+      after = [x if d is not None else pin(x[most], where) for x, d, where in places]
       return after, Generated(*map(self._split_rows, found[:2]))
 
   def _loop(self, caches: Arrays, others: Arrays, args: Args) -> tuple[Loop, Asked, Rows | None]:
@@ -406,7 +406,7 @@ class Bound:
       if rows is not None:
         position = split(jnp.broadcast_to(position, tokens.shape[:-1]))
       logits, caches, made = called(others, tokens, position + args.ahead, *state)
-      return logits, (self._pinned(caches, rows), made)
+      return logits, (self._pin_caches(caches, rows), made)
 
     dims = None if rows is None else ([d or 0 for d in rows.dims], 0)
     stops, kept = tuple(map(int, options.stop)), split if rows is None else self._pin
@@ -436,9 +436,9 @@ class Bound:
     """Runs the program in blocks of steps; the host reads the tokens of one while the next is computed."""
     arrays, on_mesh = self.arrays(), functools.partial(own_mesh, self.binding.mesh)
     with on_mesh():
-      self.places = places_inside(self.outside, self._program, *arrays, args)
+      self.places = shardings_inside(self.outside, self._program, *arrays, args)
       self._used.axes = self.places.note
-      arrays, args = self.places.placed((arrays, args))
+      arrays, args = self.places.place((arrays, args))
       carry = self._begins(*arrays, args)
       advance = self._advances(every, carry)
       block = advance(carry, *arrays, args)

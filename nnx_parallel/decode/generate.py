@@ -67,7 +67,7 @@ class Generator:
     Raises:
       DecodeError: the prompts, the lengths, the cache or the key do not fit the model or each other.
     """
-    bound, args = self._given(model, prompts, lengths, key, requests, prefix)
+    bound, args = self._prepare(model, prompts, lengths, key, requests, prefix)
     with own_mesh(bound.binding.mesh):
       return bound(args)
 
@@ -106,10 +106,10 @@ class Generator:
       DecodeError: as in a call.
     """
     check_count("every", every)
-    bound, args = self._given(model, prompts, lengths, key, requests, prefix)
+    bound, args = self._prepare(model, prompts, lengths, key, requests, prefix)
     return bound.stream(args, every)
 
-  def _given(
+  def _prepare(
     self,
     model: nnx.Module,
     prompts: AnyArray,
@@ -119,12 +119,12 @@ class Generator:
     prefix: AnyArray | None,
   ) -> tuple[Bound, Args]:
     """The program, and its arguments."""
-    prompts, lengths, requests = _checked(prompts, lengths, requests)
+    prompts, lengths, requests = _check(prompts, lengths, requests)
     if key is None and self.options.sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
     if key is not None and not isinstance(key, jax.Array):
       raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
-    ahead = None if prefix is None else _checked_prefix(prefix)
+    ahead = None if prefix is None else _check_prefix(prefix)
     if key is not None and not is_random_key(key):
       raise DecodeError(
         f"key= is no PRNG key: {key.dtype}, of shape {key.shape}.", fix="key=jax.random.key(0)"
@@ -297,7 +297,7 @@ def _check_prompts(prompts: AnyArray) -> None:
     )
 
 
-def _checked_prefix(prefix: AnyArray) -> np.ndarray:
+def _check_prefix(prefix: AnyArray) -> np.ndarray:
   found = np.asarray(prefix)
   if found.ndim != 1 or not found.size or not np.issubdtype(found.dtype, np.integer):
     raise DecodeError(
@@ -317,7 +317,7 @@ def _int32(name: str, x: AnyArray) -> AnyArray:
   return x.astype(np.int32)
 
 
-def _checked(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:
+def _check(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:
   """The arguments of a call as integers; None for missing arguments."""
   _check_prompts(prompts)
   batch, width = np.shape(prompts)

@@ -115,7 +115,7 @@ class Loop:
 
   def chosen(self, rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """For each row, the new state or the old state."""
-    return _chosen(rows, new, old, self.dims)
+    return _choose(rows, new, old, self.dims)
 
 
 class Written(NamedTuple):
@@ -159,12 +159,12 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> Ste
 
   def begin() -> PyTree:
     position, read = loop.read_together(asked.prompts, asked.lengths, state)
-    return position, _begun(loop, asked, position), read
+    return position, _begin(loop, asked, position), read
 
   def one(carry: PyTree) -> tuple[PyTree, Written]:
     position, rows, state = carry
     logits, state = loop.forward(rows.token[:, None], position, state)
-    after = _advanced(loop, sampling, asked, position, rows, logits)
+    after = _advance(loop, sampling, asked, position, rows, logits)
     return (position + 1, after, state), _written(jnp.arange(rows.token.shape[0]), rows, after)
 
   return Steps(
@@ -175,7 +175,7 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> Ste
   )
 
 
-def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Texts:
+def _begin(loop: Loop, asked: Asked, position: jax.Array) -> _Texts:
   """Rows that have read so many tokens of their prompts."""
   batch = asked.prompts.shape[0]
   counts = loop.kept(jnp.zeros((batch,), jnp.int32))
@@ -183,7 +183,7 @@ def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Texts:
   return _Texts(loop.kept(_column(asked.prompts, position)), found, counts, counts != 0)
 
 
-def _advanced(
+def _advance(
   loop: Loop, sampling: Sampling, asked: Asked, position: jax.Array, rows: _Texts, logits: jax.Array
 ) -> _Texts:
   """Rows after a token at a position, whose logits these are."""
@@ -242,7 +242,7 @@ def by_slots(
     return jax.tree.map(lambda x: x[jnp.minimum(request, requests - 1)], asked)
 
   def begun(request: jax.Array) -> _Texts:
-    rows = _begun(loop, of(request), jnp.zeros((), jnp.int32))
+    rows = _begin(loop, of(request), jnp.zeros((), jnp.int32))
     return rows._replace(ended=request >= requests)
 
   def can_read(s: _Slots, count: int) -> jax.Array:
@@ -269,7 +269,7 @@ def by_slots(
       reads = [functools.partial(read, count) for count in loop.sizes]
       s = jax.lax.switch(jnp.argmax(able), [*reads, lambda s: s], s)
     logits, state = loop.forward(loop.rows(s.rows.token[:, None]), loop.rows(s.position), s.state)
-    rows = _advanced(loop, sampling, of(s.request), s.position, s.rows, logits)
+    rows = _advance(loop, sampling, of(s.request), s.position, s.rows, logits)
     ends = rows.ended & (s.request < requests)
     # A slot that goes on writes to a row that is not there, which drops it.
     row = jnp.where(ends, s.request, requests)
@@ -281,7 +281,7 @@ def by_slots(
     after = _Slots(
       request=request,
       position=jnp.where(ends, 0, s.position + 1),
-      rows=_chosen(ends, begun(request), rows),
+      rows=_choose(ends, begun(request), rows),
       state=state,
       done=Generated(*(x.at[row].set(new, mode="drop") for x, new in news)),
       following=s.following + ends.sum(dtype=jnp.int32),
@@ -304,7 +304,7 @@ class _Some(NamedTuple):
 
   def of(self, x: jax.Array) -> jax.Array:
     """Their entries."""
-    return x if self.which is None else _taken(self._split(x), self.which)
+    return x if self.which is None else _take(self._split(x), self.which)
 
   def put(self, x: jax.Array, new: jax.Array) -> jax.Array:
     """The entries of all slots, with theirs replaced."""
@@ -316,7 +316,7 @@ class _Some(NamedTuple):
     return x if self.which is None else x.reshape(self.which.shape[0], -1, *x.shape[1:])
 
 
-def _chosen(rows: jax.Array, new: PyTree, old: PyTree, dims: PyTree = 0) -> PyTree:
+def _choose(rows: jax.Array, new: PyTree, old: PyTree, dims: PyTree = 0) -> PyTree:
   """For each row, the new state or the old state; `dims` has the dim of the rows in each array."""
 
   def choose(row: jax.Array, *states: PyTree) -> PyTree:
@@ -325,6 +325,6 @@ def _chosen(rows: jax.Array, new: PyTree, old: PyTree, dims: PyTree = 0) -> PyTr
   return jax.vmap(choose, (0, dims, dims), dims)(rows, new, old)
 
 
-def _taken(x: jax.Array, which: jax.Array) -> jax.Array:
+def _take(x: jax.Array, which: jax.Array) -> jax.Array:
   """For each row, its entries `which` of dim 1; rows stay on their devices."""
   return jax.vmap(lambda x, which: x[which])(x, which)

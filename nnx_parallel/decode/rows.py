@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from nnx_parallel.core.flow import Flow, meeting, result_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, read, wiring
-from nnx_parallel.core.jaxprs import opened
+from nnx_parallel.core.jaxprs import open_jaxpr
 from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree
 
 _ROWS = "the rows"
@@ -29,7 +29,7 @@ def dims_of_rows(
   flows = [_nothing(x) for x in caches]
   while True:  # a mark is never taken back, so this ends
     known = facts_of(closed, [given, *flows], _FACTS)
-    after = [read(var, known, _nothing) for var in opened(closed).outvars]
+    after = [read(var, known, _nothing) for var in open_jaxpr(closed).outvars]
     joined = [_either(old, new) for old, new in zip(flows, after, strict=True)]
     if joined == flows:
       return [next((d for d, marks in enumerate(flow.axes) if marks), None) for flow in flows]

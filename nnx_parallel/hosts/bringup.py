@@ -110,7 +110,7 @@ def init_distributed(
     (0, 1, 'alone')
   """
   if jax.distributed.is_initialized():
-    seen = _checked("before", devices_per_process)
+    seen = _check_devices("before", devices_per_process)
     if (count, index) not in ((None, None), (seen.count, seen.index)):
       raise HostError(
         f"this is process {seen.index} of {seen.count} already, and cannot become {index} of {count}.",
@@ -120,10 +120,10 @@ def init_distributed(
   found, peers = _peers(address, count, index)
   alone = peers is not None and peers[1] == 1
   if alone or not _join(peers, local_devices, timeout, heartbeat_timeout):
-    return _checked("alone", devices_per_process)
+    return _check_devices("alone", devices_per_process)
   if jax.process_count() > 1:
     end_at_once_on_failure()
-  return _checked(found, devices_per_process)
+  return _check_devices(found, devices_per_process)
 
 
 def _peers(
@@ -243,7 +243,7 @@ def _warn_without_srun() -> None:
     )
 
 
-def _checked(found: str, devices_per_process: int | None) -> Processes:
+def _check_devices(found: str, devices_per_process: int | None) -> Processes:
   """Compares the devices of all processes: every process sees the same list, so all of them raise or none."""
   count = jax.process_count()
   each = collections.Counter(device.process_index for device in jax.devices())

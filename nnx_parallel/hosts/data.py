@@ -68,7 +68,7 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       return jax.device_put(leaf, NamedSharding(plan.mesh, plan.batch_spec(leaf.ndim)))
     array = leaf if isinstance(leaf, jax.Array) else _host_array(name, leaf)
-    return _placed(name, array, plan, global_batch=global_batch)
+    return _place(name, array, plan, global_batch=global_batch)
 
   return jax.tree_util.tree_map_with_path(place, batch)
 
@@ -103,7 +103,7 @@ def _host_array(name: str, leaf: Leaf) -> np.ndarray:
   return array
 
 
-def _placed(name: str, array: AnyArray, plan: Plan, *, global_batch: bool) -> jax.Array:
+def _place(name: str, array: AnyArray, plan: Plan, *, global_batch: bool) -> jax.Array:
   shape = tuple(array.shape)
   sizes = axis_sizes(plan.mesh)
   spec = plan.batch_spec(len(shape))

@@ -51,7 +51,7 @@ def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
   fetched = iter(here)
   if any(isinstance(x, jax.Array) and not _is_here(x) for x in jax.tree.leaves(arrays)):
     barrier("to_host", timeout=timeout)
-  return jax.tree.map(lambda x: next(fetched) if _is_here(x) else _gathered(x), arrays)
+  return jax.tree.map(lambda x: next(fetched) if _is_here(x) else _gather(x), arrays)
 
 
 def _held(node: PyTree) -> PyTree:
@@ -72,7 +72,7 @@ def _is_here(leaf: Leaf) -> bool:
   return isinstance(leaf, jax.Array) and (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
-def _gathered(leaf: Leaf) -> AnyArray:
+def _gather(leaf: Leaf) -> AnyArray:
   if not isinstance(leaf, jax.Array):
     return leaf
   return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

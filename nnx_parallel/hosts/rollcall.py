@@ -20,9 +20,9 @@ def roll_call(address: str, count: int, process: int, timeout: float) -> None:
   host, port = address.rsplit(":", 1)
   deadline = time.monotonic() + timeout
   if process == 0:
-    problem = _called(int(port), count, deadline)
+    problem = _call(int(port), count, deadline)
   else:
-    problem = _answered(host.strip("[]"), int(port), {"process": process, "count": count}, deadline)
+    problem = _answer(host.strip("[]"), int(port), {"process": process, "count": count}, deadline)
   if problem:
     raise HostError(
       problem,
@@ -33,7 +33,7 @@ def roll_call(address: str, count: int, process: int, timeout: float) -> None:
     )
 
 
-def _called(port: int, count: int, deadline: float) -> str:
+def _call(port: int, count: int, deadline: float) -> str:
   """Process 0: returns the error, or an empty string."""
   came: dict[int, socket.socket] = {}
   problem = ""
@@ -96,7 +96,7 @@ def _read(connection: socket.socket) -> dict[str, int] | None:
     return None
 
 
-def _answered(host: str, port: int, mine: dict[str, int], deadline: float) -> str:
+def _answer(host: str, port: int, mine: dict[str, int], deadline: float) -> str:
   """Any other process: returns the error, or an empty string."""
   last = "nothing listens there"
   while (left := deadline - time.monotonic()) > 0:

@@ -105,7 +105,7 @@ class Sampler:
       indices = [first + int(row) for row in rows[length]]
       size = -(-len(indices) // threads)  # one task per thread; one per sample costs more than a quick read
       parts = readers.map(part, [indices[at : at + size] for at in range(0, len(indices), size)])
-      return length, stacked(list(itertools.chain(*parts)), indices)
+      return length, stack(list(itertools.chain(*parts)), indices)
 
     try:
       for first, length in self.lengths():
@@ -124,7 +124,7 @@ def _shut_down(readers: ThreadPoolExecutor, stacker: ThreadPoolExecutor) -> None
   readers.shutdown()
 
 
-def stacked(samples: list[PyTree], indices: list[int]) -> PyTree:
+def stack(samples: list[PyTree], indices: list[int]) -> PyTree:
   """One tree with the samples along a new dim 0."""
   first = _shapes(samples[0])
   for index, sample in zip(indices, samples, strict=True):

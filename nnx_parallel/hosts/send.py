@@ -12,7 +12,7 @@ from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import array_leaves, path_str
 from nnx_parallel.core.shards import describe
-from nnx_parallel.core.text import listed
+from nnx_parallel.core.text import list_lines
 from nnx_parallel.core.types import PyTree, Variable
 from nnx_parallel.create.reshard import resize
 from nnx_parallel.create.slices import put
@@ -83,7 +83,7 @@ def send(source: PyTree, to: nnx.Module | Plan) -> PyTree:
   ]:
     raise ShardingError(
       f"{len(wrong)} Variables of the {type(to).__name__} are not in the {type(source).__name__}.",
-      details=listed(wrong),
+      details=list_lines(wrong),
       fix="send between modules of one class and one configuration.",
     )
   held, wanted = ({d for path in theirs for d in x[path].get_raw_value().devices()} for x in (mine, theirs))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from nnx_parallel.core.classes import Forest
 from nnx_parallel.core.dims import PRODUCTS, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
-from nnx_parallel.core.jaxprs import opened
+from nnx_parallel.core.jaxprs import open_jaxpr
 from nnx_parallel.core.types import AnyArray, JaxprEqn, Program, Value
 
 Dims = tuple[int, ...]
@@ -36,7 +36,7 @@ class Classes:
     self._forest = Forest()
     self._classes: list[Class] = []
     self._sizes: list[int] = []
-    inputs = [self._new(_shape(var.aval)) for var in opened(jaxpr).invars]
+    inputs = [self._new(_shape(var.aval)) for var in open_jaxpr(jaxpr).invars]
     facts: Facts[Dims] = Facts(
       constant=lambda x: self._new(_shape(x)),
       follow=self._follow,

@@ -16,7 +16,7 @@ from nnx_parallel.checkpoint.diff import Patterns
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
-from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.shards import pin
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import CheckpointError
@@ -133,13 +133,13 @@ def _with_lora(kind: type[Any]) -> type[Any]:
 
   class WithLoRA(kind):
     def __call__(self, inputs: jax.Array, *args: Any, **options: Any) -> jax.Array:
-      return _adapted(self, inputs, super().__call__(inputs, *args, **options))
+      return _add_adapter(self, inputs, super().__call__(inputs, *args, **options))
 
   WithLoRA.__name__ = WithLoRA.__qualname__ = f"{kind.__name__}WithLoRA"
   return WithLoRA
 
 
-def _adapted(layer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+def _add_adapter(layer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
   """The output `y` of a layer on `x`, plus the output of its adapter."""
   axis = getattr(layer, "axis", (-1,))
   x = jnp.moveaxis(x, axis, range(-len(axis), 0))
@@ -212,18 +212,18 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   for path, (a, b) in pairs.items():
     leaf, own = weights[path], getattr(layers.get(path[:-1]), "lora_scale", 1.0)
     times = float(own if scale is None else scale)
-    leaf.set_value(_merged(value_of(leaf), value_of(found[a]), value_of(found[b]), times))
+    leaf.set_value(_merge(value_of(leaf), value_of(found[a]), value_of(found[b]), times))
   return [path_str(path) for path in pairs]
 
 
-def _merged(weight: AnyArray, a: AnyArray, b: AnyArray, scale: float) -> AnyArray:
+def _merge(weight: AnyArray, a: AnyArray, b: AnyArray, scale: float) -> AnyArray:
   where = weight.sharding if isinstance(weight.sharding, jax.NamedSharding) else None
   whole = None if where is None else jax.NamedSharding(where.mesh, jax.P())
 
   def add(weight: AnyArray, a: AnyArray, b: AnyArray) -> AnyArray:
-    a, b = (pinned(x, whole).astype(jnp.float32) for x in (a, b))
-    delta = pinned((scale * (a @ b)).reshape(weight.shape), where)
-    return pinned((weight.astype(jnp.float32) + delta).astype(weight.dtype), where)
+    a, b = (pin(x, whole).astype(jnp.float32) for x in (a, b))
+    delta = pin((scale * (a @ b)).reshape(weight.shape), where)
+    return pin((weight.astype(jnp.float32) + delta).astype(weight.dtype), where)
 
   # Not donated: a base may share its arrays with the model that was trained.
   return jax.jit(add)(weight, a, b)

@@ -82,7 +82,7 @@ class Folder:
 
   def weight_map(self) -> WeightMap:
     """See `weight_map_of`."""
-    rules = [self._rule(self._renamed(name), *rest) for name, *rest in self._table["rules"]]
+    rules = [self._rule(self._rename(name), *rest) for name, *rest in self._table["rules"]]
     same = [name for name, is_same in self._tied.items() if is_same]
     return WeightMap(*rules, ignore=[*self._table.get("ignore", ()), *same])
 
@@ -117,7 +117,7 @@ class Folder:
       fix="write WeightMap(Rule(...), ...) for it; a dry run lists the names and shapes of both sides.",
     )
 
-  def _renamed(self, name: str) -> str:
+  def _rename(self, name: str) -> str:
     """The name in these files, which may be old."""
     for new, old in self._table.get("older", ()) if self.tensors else ():
       if not any(new in file for file in self.tensors):
@@ -133,7 +133,7 @@ class Folder:
     """Whether stored arrays that the model ties to other arrays equal them, by name."""
     found: dict[str, bool] = {}
     for name, other in self._table.get("tied", ()):
-      one, two = self.tensors.get(name), self.tensors.get(self._renamed(other))
+      one, two = self.tensors.get(name), self.tensors.get(self._rename(other))
       is_t5 = self.config["model_type"] == "t5"
       may_be_tied = name != _HEAD or self.config.get("tie_word_embeddings", True) or is_t5
       if may_be_tied and one is not None and two is not None:

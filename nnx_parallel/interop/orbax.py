@@ -118,7 +118,7 @@ def restore_orbax(
     pad = any(match.saved.shape != match.target.struct.shape for match in matches.values())
     loaded = _load(step_dir, name, jax.tree.unflatten(structure, tree), byte_budget=byte_budget, pad=pad)
     arrays = dict(zip(rows, jax.tree.leaves(loaded), strict=True))
-    found[root] = {match.path: _placed(arrays[keys], match) for keys, match in matches.items()}
+    found[root] = {match.path: _place(arrays[keys], match) for keys, match in matches.items()}
   return goal.build(found)
 
 
@@ -193,7 +193,7 @@ def _record(leaf: Leaf, wanted: TargetLeaf | None) -> LeafRecord:
   return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0)
 
 
-def _placed(array: AnyArray, match: LeafPair) -> AnyArray:
+def _place(array: AnyArray, match: LeafPair) -> AnyArray:
   """Makes a leaf of a stored array. Orbax returns typed keys, although its metadata describes their data."""
   if is_key(array.dtype):
     return jax.device_put(array, match.target.struct.sharding)

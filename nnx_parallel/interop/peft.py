@@ -150,7 +150,7 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
           fix=f"pass the base model that the adapter was trained beside, or add_lora(..., rank={rank}).",
         )
       where = value_of(leaf).sharding if present else _replicated(one.kernel)
-      leaf.set_raw_value(_placed(stored[()].T, value_of(leaf), where))
+      leaf.set_raw_value(_place(stored[()].T, value_of(leaf), where))
   return [*found]
 
 
@@ -229,7 +229,7 @@ def _replicated(kernel: Any) -> Any:
   return jax.NamedSharding(where.mesh, jax.P()) if isinstance(where, jax.NamedSharding) else where
 
 
-def _placed(values: np.ndarray, like: Any, where: Any) -> jax.Array:
+def _place(values: np.ndarray, like: Any, where: Any) -> jax.Array:
   """Values in the dtype and the stored shape, which may be padded, of another array."""
   padded = np.zeros(like.shape, like.dtype)
   padded[: values.shape[0], : values.shape[1]] = values

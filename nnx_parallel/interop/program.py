@@ -28,7 +28,7 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.train.axes import Places, places_inside, places_outside
+from nnx_parallel.train.axes import Shardings, shardings_inside, shardings_outside
 from nnx_parallel.train.binding import Binding
 
 
@@ -74,15 +74,15 @@ def export_program(
   else:
     program = _of_module(binding, function)
 
-  def run_in(places: Places) -> Callable[..., PyTree]:
-    return functools.partial(program, places.placed(binding.raw))
+  def run_in(places: Shardings) -> Callable[..., PyTree]:
+    return functools.partial(program, places.place(binding.raw))
 
-  outside, args = places_outside(binding), tuple(map(_abstract, args))
+  outside, args = shardings_outside(binding), tuple(map(_abstract, args))
   leaves = [_abstract(x) for x in binding.read()]
   with own_mesh(binding.mesh):
-    places = places_inside(outside, run_in(outside.on_auto_axes()), leaves, *args)
+    places = shardings_inside(outside, run_in(outside.on_auto_axes()), leaves, *args)
   run = run_in(places)
-  leaves, args = places.placed(leaves), places.placed(args)
+  leaves, args = places.place(leaves), places.place(args)
   changes: list[int] = []
 
   def outputs(changing: list[AnyArray], fixed: list[AnyArray], *args: PyTree) -> PyTree:

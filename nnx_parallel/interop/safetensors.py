@@ -38,9 +38,9 @@ from nnx_parallel.interop.weights import (
   SameNames,
   Shape,
   WeightMap,
+  find_initialised,
   import_arrays,
   in_model,
-  initialised,
   leaves_to_write,
   model_leaves,
 )
@@ -231,7 +231,7 @@ def dry_run_import(
   """
   check_plan(plan, "dry_run_import(path, plan)", creates=False)
   wanted = model_leaves(plan)
-  left_out = initialised(plan, wanted, skip)
+  left_out = find_initialised(plan, wanted, skip)
   return (weight_map or SameNames()).compare(wanted, read_tensors(path), left_out)[1]
 
 
@@ -259,7 +259,7 @@ def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Ite
   """
   check_plan(plan, "dry_run_export(plan)", creates=False)
   leaves = model_leaves(plan)
-  left_out = initialised(plan, leaves, skip)
+  left_out = find_initialised(plan, leaves, skip)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
   rows: list[Row] = []
   for group in (weight_map or SameNames()).to_write(path for path in leaves if path not in left_out):

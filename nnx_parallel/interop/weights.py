@@ -409,7 +409,10 @@ class WeightMap:
 
     def build(found: Found) -> Any:
       return target.build(
-        {item: _made(have, tables.get(item, []), target.leaves.get(item, {})) for item, have in found.items()}
+        {
+          item: _make_leaves(have, tables.get(item, []), target.leaves.get(item, {}))
+          for item, have in found.items()
+        }
       )
 
     return dataclasses.replace(target, leaves=wanted, build=build)
@@ -517,7 +520,7 @@ def import_arrays(
   wanted = target.leaves["model"]
 
   with multihost.together():
-    left_out = initialised(plan, wanted, skip)
+    left_out = find_initialised(plan, wanted, skip)
     arrays = sources()
     groups, found = weight_map.compare(wanted, arrays, left_out)
     found.require_complete()
@@ -558,7 +561,7 @@ def model_leaves(plan: Plan) -> dict[str, TargetLeaf]:
   return {path_str(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}
 
 
-def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
+def find_initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
   """The paths that an import leaves as they are initialised: skipped paths, and random state."""
   return _left_out(paths, skip) | _random_state(plan.abstract_model)
 
@@ -599,7 +602,7 @@ _PART = re.compile(r"\([^)]*\)|[^\s()]+")  # one dim of a side of a pattern
 _COPY = Transform("", (), stacked=False, cut=False)
 
 
-def _made(
+def _make_leaves(
   have: dict[str, AnyArray], groups: Iterable[Group], wanted: Mapping[str, TargetLeaf]
 ) -> dict[str, AnyArray]:
   """Makes the leaves that have rules. Each array is dropped from `have` at its last use, to save memory."""

@@ -19,23 +19,23 @@ from jax.sharding import AxisType
 
 from nnx_parallel.attention.find import is_opened
 from nnx_parallel.attention.softmaxes import Softmaxes, named_dims
-from nnx_parallel.core.interpret import flattened, interpret
+from nnx_parallel.core.interpret import inline_calls, interpret
 from nnx_parallel.core.jaxprs import (
   among,
   bind,
   call_equation,
-  called,
   dependents,
   has_reverse_rule,
   has_rule,
   is_inexact,
-  opened,
+  open_jaxpr,
   operations_behind,
-  traced,
+  program_of,
+  trace_like,
   without_unused,
 )
-from nnx_parallel.core.picks import is_pick, is_row_pick, picked
-from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, described, finite, pushed
+from nnx_parallel.core.picks import is_pick, is_row_pick, pick
+from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, describe, finite, push
 from nnx_parallel.core.types import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.row_statistics import (
@@ -73,7 +73,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
 
   Raises a `TrainError` if the loss has no head, or operations on its logits cannot be computed in chunks.
   """
-  flat: ClosedJaxpr = flattened(jaxpr, _is_opened)
+  flat: ClosedJaxpr = inline_calls(jaxpr, _is_opened)
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -99,7 +99,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
     why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "chunks are of equal length"
     line += f" (of {chunks} requested: {why})"
   if others:
-    whole_heads = ", ".join(map(described, others))
+    whole_heads = ", ".join(map(describe, others))
     line += f"; the last of {1 + len(others)} heads only, as written: {whole_heads}"
   return without_unused(body), line
 
@@ -107,7 +107,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
 def _is_opened(eqn: JaxprEqn) -> bool:
   if is_opened(eqn) or not has_rule(eqn) or has_reverse_rule(eqn):
     return is_opened(eqn)
-  return str(opened(called(eqn)).debug_info.func_name) in _OPENED
+  return str(open_jaxpr(program_of(eqn)).debug_info.func_name) in _OPENED
 
 
 def _shards(length: int) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
       if side is None:
         continue
       try:
-        own = pushed(eqn, side, labels[eqn.invars[side]], {COLUMNS: shape[dim]})
+        own = push(eqn, side, labels[eqn.invars[side]], {COLUMNS: shape[dim]})
       except Untiled:
         problem = problem or eqn
         continue
@@ -252,7 +252,7 @@ class _Rewriting:
       return [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
 
     number = next(n for n, eqn in enumerate(products(self._flat.jaxpr)) if eqn is self._product)
-    new = flattened(traced(self._results, self._flat), is_call)
+    new = inline_calls(trace_like(self._results, self._flat), is_call)
     return new.replace(jaxpr=self._in_levels(new.jaxpr, products(new.jaxpr)[number]))
 
   def _results(self, *inputs: jax.Array) -> list[jax.Array]:
@@ -280,7 +280,7 @@ class _Rewriting:
       return self._best(eqn, x)
     if name == "gather" and isinstance(inputs[0], _Logits) and self._is_pick(eqn):
       return [_Statistic(self._pick(eqn, x, _array(inputs[1])))]
-    labels = {pushed(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
+    labels = {push(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
     if len(labels) > 1:
       raise Untiled(eqn)
     own = labels.pop()
@@ -326,7 +326,7 @@ class _Rewriting:
     if not is_pick(eqn):  # an index beyond the columns reads the last, as in the gather
       indices = jnp.clip(indices[..., -1:], 0, given.shape[-1] - 1)
     whole = jnp.broadcast_to(x.base, given.shape)
-    found = picked(whole, indices, total=lambda x: self._of(SUM, dim, x)[0].astype(x.dtype))[0]
+    found = pick(whole, indices, total=lambda x: self._of(SUM, dim, x)[0].astype(x.dtype))[0]
     found = x._replace(base=found).value(out.update(shape=found.shape))
     return jnp.broadcast_to(found.reshape(found.shape[: len(out.shape)]), out.shape)
 

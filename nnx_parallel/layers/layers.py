@@ -24,22 +24,22 @@ from flax import nnx
 from nnx_parallel.attention.find import Attention, by_blocks, check_attention
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.given import is_one_of
-from nnx_parallel.core.interpret import flattened
+from nnx_parallel.core.interpret import inline_calls
 from nnx_parallel.core.jaxprs import (
   bind,
-  called,
   equations,
   has_reverse_rule,
   inner_equations,
   is_call,
   is_checkpoint,
   is_marked,
-  opened,
+  open_jaxpr,
   place_of,
+  program_of,
   reads_tracers,
   without_unused,
 )
-from nnx_parallel.core.jaxprs import traced as retraced
+from nnx_parallel.core.jaxprs import trace_like as retraced
 from nnx_parallel.core.layers import Layers, find_layers
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
@@ -54,7 +54,7 @@ from nnx_parallel.layers.pipeline_saving import SavingPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
 from nnx_parallel.layers.stacks import Chain, Stacks, as_called, move_inside, scan_of_layers
 from nnx_parallel.layers.stages import Signature, TrainPipeline
-from nnx_parallel.layout.constrain import axes_of_positions, mapped_axes, surroundings
+from nnx_parallel.layout.constrain import active_mesh, axes_of_positions, mapped_axes
 
 MARK_LAYERS = (
   'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or nnx.remat in the model, on a'
@@ -286,7 +286,7 @@ def with_stages(
 ) -> Callable[..., PyTree]:
   """A loss `(model, batch) -> results` whose layers are a pipeline: of the full batch, not of a microbatch.
 
-  `ends` is as in `program_of`. It raises a `TrainError` if the loss has no equal layers.
+  `ends` is as in `trace_program`. It raises a `TrainError` if the loss has no equal layers.
   """
   assert options.pipeline is not None
   asked = options.pipeline
@@ -295,8 +295,8 @@ def with_stages(
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
     types = unstaged(model, asked.axis)
-    program, signature, tree = program_of(objective, (types, first), options, ends, used)
-    mesh = surroundings(*arrays).mesh
+    program, signature, tree = trace_program(objective, (types, first), options, ends, used)
+    mesh = active_mesh(*arrays).mesh
     pipeline = in_order(asked, mesh)
     of_order = Pipeline1F1B if pipeline.recompute else SavingPipeline1F1B
     kind = TrainPipeline if pipeline.order == "gpipe" else of_order
@@ -311,7 +311,7 @@ def with_stages(
   return changed
 
 
-def program_of(
+def trace_program(
   function: Callable[..., PyTree],
   args: tuple[PyTree, ...],
   options: LayerOptions,
@@ -356,7 +356,7 @@ def _trace(
     )
   _check_rules(traced)
   if any(_is_opened(eqn) for eqn in traced.eqns):
-    traced = flattened(traced, _is_opened)
+    traced = inline_calls(traced, _is_opened)
   rewritten: list[str] = []
   if options.loss_chunks is not None:
     traced, line = in_chunks(traced, options.loss_chunks)
@@ -388,10 +388,10 @@ def _treat(
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if where := _where(eqn):
-      body = called(eqn)
+      body = program_of(eqn)
       inner = retraced(lambda *xs: program(body, xs, where), body)
-      return bind(eqn, inputs, jaxpr=opened(inner) if opened(body) is body else inner)
-    if eqn.primitive.name == "scan" and calls_layers(called(eqn)):
+      return bind(eqn, inputs, jaxpr=open_jaxpr(inner) if open_jaxpr(body) is body else inner)
+    if eqn.primitive.name == "scan" and calls_layers(program_of(eqn)):
       return scan_of_layers(eqn, inputs, remat)
     return as_called(eqn, inputs)
 
@@ -409,7 +409,7 @@ def _treat(
 
 def _where(eqn: JaxprEqn) -> str:
   """Where an operation has layers that are treated like those of the loss itself; empty: it has none."""
-  if is_checkpoint(eqn) and calls_layers(called(eqn)):
+  if is_checkpoint(eqn) and calls_layers(program_of(eqn)):
     return "; inside jax.checkpoint"
   return "; inside a scan" * (eqn.primitive.name == "scan" and repeats_layers(eqn))
 
@@ -433,7 +433,7 @@ def _said(stacks: Stacks, remat: Remat) -> Iterator[str]:
       continue
     if names:
       where = f" of the model's scan of {eqn.params['length']}" if kind == "scan" else f" inside {kind}"
-      if any(is_checkpoint(e) and calls_layers(called(e)) for e in inner_equations(eqn)):
+      if any(is_checkpoint(e) and calls_layers(program_of(e)) for e in inner_equations(eqn)):
         where += ", inside jax.checkpoint, which stays as written"
       alone.setdefault("" if is_marked(eqn) else where, []).extend(names)
     elif kind == "scan" and remat.needs_layers:
@@ -450,7 +450,7 @@ def _said(stacks: Stacks, remat: Remat) -> Iterator[str]:
 def _keeps_checkpoints(eqn: JaxprEqn, remat: Remat) -> bool:
   """Whether an operation is a checkpoint of the model, or a layer with one and another policy around it."""
   if not is_marked(eqn):
-    return is_checkpoint(eqn) and not calls_layers(called(eqn))
+    return is_checkpoint(eqn) and not calls_layers(program_of(eqn))
   inside = [e for e in inner_equations(eqn) if is_checkpoint(e)]
   return len(inside) > remat.needs_layers and remat.policy not in ("full", "offload")
 
@@ -474,4 +474,4 @@ def has_layers(jaxpr: Program) -> bool:
 
 def _is_opened(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
-  return is_call(eqn) and not is_marked(eqn) and calls_layers(called(eqn))
+  return is_call(eqn) and not is_marked(eqn) and calls_layers(program_of(eqn))

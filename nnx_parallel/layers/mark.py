@@ -31,13 +31,13 @@ from nnx_parallel.core.jaxprs import (
   CALLS,
   MARK,
   among,
-  called,
   is_batched,
   is_checkpoint,
   is_inexact,
   is_marked,
   is_tracer,
-  opened,
+  open_jaxpr,
+  program_of,
   scan_counts,
 )
 from nnx_parallel.core.layers import Layers, modules_of
@@ -121,18 +121,18 @@ def kind_of_layer(eqn: JaxprEqn) -> str:
 
 def calls_layers(jaxpr: Program) -> bool:
   """Whether a program calls marked layers, also inside calls, checkpoints and scans."""
-  return any(map(is_or_has_layers, opened(jaxpr).eqns))
+  return any(map(is_or_has_layers, open_jaxpr(jaxpr).eqns))
 
 
 def is_or_has_layers(eqn: JaxprEqn) -> bool:
   """Whether an operation is the call of a layer, or a call, checkpoint or scan that contains one."""
   inside = eqn.primitive.name in (*CALLS, "scan") or is_checkpoint(eqn)
-  return is_marked(eqn) or (inside and calls_layers(called(eqn)))
+  return is_marked(eqn) or (inside and calls_layers(program_of(eqn)))
 
 
 def repeats_layers(eqn: JaxprEqn) -> bool:
   """Whether a scan calls the same layers in each step, as `jax.lax.map` does with a model."""
-  body = opened(eqn.params["jaxpr"])
+  body = open_jaxpr(eqn.params["jaxpr"])
   _, _, rows = scan_counts(eqn).split(body.invars)
   found = [*_reads_of_layers(body, {var for var in rows if is_inexact(var.aval)})]
   return bool(found) and not all(found)
@@ -144,7 +144,7 @@ def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
     if is_marked(eqn):
       yield any(among(var, rows) for var in eqn.invars)
     elif is_or_has_layers(eqn):
-      inner = opened(called(eqn))
+      inner = open_jaxpr(program_of(eqn))
       own = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if among(var, rows)}
       yield from _reads_of_layers(inner, own)
 

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.core.interpret import Values, flattened, read, run_operations
+from nnx_parallel.core.interpret import Values, inline_calls, read, run_operations
 from nnx_parallel.core.jaxprs import (
   constants,
   dependents,
   inner_equations,
   is_call_or_checkpoint,
   is_checkpoint,
-  opened,
+  open_jaxpr,
   operations_behind,
 )
 from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree, Var
@@ -167,8 +167,8 @@ class Cut:
   def of(cls, function: Callable[..., PyTree], varied: PyTree, weights: PyTree, slopes: PyTree) -> Cut:
     """Cuts a function `(*varied, *weights, slopes) -> (results, gradients)`."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*varied, *weights, slopes)
-    closed = flattened(closed, is_call_or_checkpoint)  # one operation would be of both programs
-    body = opened(closed)
+    closed = inline_calls(closed, is_call_or_checkpoint)  # one operation would be of both programs
+    body = open_jaxpr(closed)
     inputs = _in_parts(body.invars, (varied, weights, slopes))
     results = _in_parts(body.outvars, shapes)
     late = dependents(body, inputs[2])

@@ -35,7 +35,7 @@ from nnx_parallel.core.interpret import (
   DEFAULT,
   Rule,
   Values,
-  flattened,
+  inline_calls,
   interpret,
   is_literal,
   read,
@@ -47,16 +47,16 @@ from nnx_parallel.core.jaxprs import (
   among,
   as_function,
   bind,
-  called,
   dependents,
   equations,
   is_checkpoint,
   is_inexact,
   is_marked,
   nbytes,
-  opened,
+  open_jaxpr,
   params_of,
   place_of,
+  program_of,
   scan_counts,
 )
 from nnx_parallel.core.keys import differing, identity
@@ -187,12 +187,12 @@ class Stacks:
 
   def __init__(self, jaxpr: Program, scan_from: int | None = 2, remat: Remat = AS_WRITTEN):
     self.jaxpr = without_copies(jaxpr)
-    self.body = opened(self.jaxpr)
+    self.body = open_jaxpr(self.jaxpr)
     self.eqns: list[JaxprEqn] = list(self.body.eqns)
     marks = [n for n, eqn in enumerate(self.eqns) if is_marked(eqn)]
-    bodies = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
+    bodies = {id(program_of(self.eqns[n])): program_of(self.eqns[n]) for n in marks}
     identities = {key: identity(body) for key, body in bodies.items()}
-    self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
+    self._programs = {n: identities[id(program_of(self.eqns[n]))] for n in marks}
     self._remat = remat
     group, loops = max(remat.every, remat.group), is_joint(remat)
     self.chains: dict[int, Chain] = {}
@@ -349,7 +349,9 @@ class Stacks:
     if kind_of_layer(first) != kind_of_layer(second):
       return ""  # nobody takes them for equal
     # It is empty where `Remat(every=2)` has a checkpoint in one of them only.
-    how = self._programs[before] != self._programs[after] and _difference(called(first), called(second))
+    how = self._programs[before] != self._programs[after] and _difference(
+      program_of(first), program_of(second)
+    )
     if how:
       return f"{names} differ{how}"
     between = self.eqns[before + 1 : after]
@@ -418,7 +420,7 @@ class Stacks:
     eqn = self.eqns[call]
     for is_outer in (is_marked, is_checkpoint):  # `layer_in_unit` traces these two anew
       if is_outer(eqn):
-        program = opened(called(eqn))
+        program = open_jaxpr(program_of(eqn))
         var = program.invars[position]
         reads = [(use, n) for use in program.eqns for n, x in enumerate(use.invars) if x is var]
         if len(reads) != 1:
@@ -436,17 +438,17 @@ def layer_in_unit(eqn: JaxprEqn, inputs: Sequence[Value], remat: Remat, *, in_sc
   def rule(inner: JaxprEqn, values: list[Value]) -> Sequence[Value]:
     if not is_checkpoint(inner) or not (in_scan or is_joint(remat)):
       return DEFAULT
-    body: Any = lambda *xs: interpret(called(inner), xs)  # noqa: E731
+    body: Any = lambda *xs: interpret(program_of(inner), xs)  # noqa: E731
     # Traced anew: the inputs may be narrower, see `_read_as`.
     again = jax.checkpoint(body, policy=params_of(inner)["policy"], prevent_cse=False)
     return (body if is_joint(remat) else again)(*values)
 
-  return interpret(called(eqn), inputs, rule)
+  return interpret(program_of(eqn), inputs, rule)
 
 
 def as_called(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
   """A rule that calls layers without their marks: a loss may be part of a loss with other options."""
-  return interpret(called(eqn), inputs) if is_marked(eqn) else DEFAULT
+  return interpret(program_of(eqn), inputs) if is_marked(eqn) else DEFAULT
 
 
 def scan_of_layers(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> Sequence[jax.Array]:
@@ -531,7 +533,7 @@ _with_joint_gradients.defjvp(_tangents, symbolic_zeros=True)
 
 def _difference(first: Program, second: Program) -> str:
   """How two programs of layers differ."""
-  one, two = opened(first), opened(second)
+  one, two = open_jaxpr(first), open_jaxpr(second)
   given = [collections.Counter(var.aval.str_short() for var in program.invars) for program in (one, two)]
   if given[0] != given[1]:
     texts = [
@@ -541,7 +543,7 @@ def _difference(first: Program, second: Program) -> str:
     numbers = all(text.endswith("[]") for text in ((given[0] - given[1]) + (given[1] - given[0])).elements())
     hint = "; a number that becomes an array starts from jnp.zeros(()) in the loss" if numbers else ""
     return f" in the arrays that they get: {texts[0]} / {texts[1]}{hint}"
-  bodies = [flattened(program, is_checkpoint) for program in (first, second)]
+  bodies = [inline_calls(program, is_checkpoint) for program in (first, second)]
   for pair in itertools.zip_longest(*map(equations, bodies)):
     texts = [_told(eqn) for eqn in pair]
     if texts[0] != texts[1]:

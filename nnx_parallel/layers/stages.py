@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.core.interpret import Values, flattened, is_literal, read, run_operations, values_of
+from nnx_parallel.core.interpret import Values, inline_calls, is_literal, read, run_operations, values_of
 from nnx_parallel.core.jaxprs import (
   among,
   dependents,
@@ -31,7 +31,7 @@ from nnx_parallel.core.jaxprs import (
   is_inexact,
   is_marked,
   nbytes,
-  opened,
+  open_jaxpr,
   operations_behind,
 )
 from nnx_parallel.core.mesh import AnyMesh
@@ -284,13 +284,13 @@ class TrainPipeline(AroundLayers):
   @functools.cached_property
   def _flat(self) -> ClosedJaxpr:
     """The program without calls: a result of a call may depend on only some of its inputs."""
-    return flattened(self.program.jaxpr, is_call)
+    return inline_calls(self.program.jaxpr, is_call)
 
   def _count_steps(self) -> list[JaxprEqn]:
     """The operations that update the values that do not depend on the batch or the layers."""
     if not self.alone:
       return []
-    body = opened(self._flat)
+    body = open_jaxpr(self._flat)
     changing = {row for key in self.of_layers for row in self.stack.rows[key]}
     of_batch = [
       body.invars[n] for n, var in enumerate(self.inputs) if n >= self.signature.model or var in changing
@@ -311,7 +311,7 @@ class TrainPipeline(AroundLayers):
     """The initial values of each microbatch, `[microbatches, ...]`, and the final values after the last."""
     if not self.alone:
       return {}, {}
-    body = opened(self._flat)
+    body = open_jaxpr(self._flat)
     known = values_of(self._flat, model)
 
     def advance(counts: list[jax.Array], _: None) -> tuple[list[jax.Array], list[jax.Array]]:

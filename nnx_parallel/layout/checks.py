@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_in, axes_of, entry_of
 from nnx_parallel.core.nodes import OTHER_KEYS, Names, iter_nodes, names_of, path_str
-from nnx_parallel.core.text import few, listed
+from nnx_parallel.core.text import few, list_lines
 from nnx_parallel.core.types import Leaf, Variable
 from nnx_parallel.errors import PlanError, ShardingError
-from nnx_parallel.layout.decide import ROWS, Given, matching_rule, nearest, tables, unknown_names
+from nnx_parallel.layout.decide import ROWS, Settings, matching_rule, nearest, tables, unknown_names
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.tracing import Abstract
 from nnx_parallel.rules.paths import shifted
@@ -104,7 +104,7 @@ def check_complete(rows: Sequence[LeafPlan], rules: RuleSet) -> None:
     return
   raise ShardingError(
     f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
-    details=listed([f"  {row.name}{_nearest_rule(row.name, rules)}" for row in unnamed], 40),
+    details=list_lines([f"  {row.name}{_nearest_rule(row.name, rules)}" for row in unnamed], 40),
     fix="add path rules for them (None replicates an array), or end the rules with fsdp() or replicate().",
   )
 
@@ -131,7 +131,7 @@ def check_names(rows: Iterable[LeafPlan]) -> None:
       )
 
 
-def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list[str]:
+def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Settings) -> list[str]:
   """Notes on rules and annotations without effect."""
   rules, leaves = given.rules, [model.leaves[row.path] for row in rows]
   by_rule = [row for row in rows if row.decision.source == "path rule"]

@@ -259,7 +259,7 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class ActiveMesh:
   """Where arrays are computed."""
 
   mesh: AnyMesh | None  # the mesh, abstract if it is active; None for one device
@@ -276,7 +276,7 @@ class Surroundings:
     return _spec(names, shape, self.mesh, scope, {*self.manual, *self.mapped}, True)
 
 
-def surroundings(*arrays: Leaf) -> Surroundings:
+def active_mesh(*arrays: Leaf) -> ActiveMesh:
   """The mesh and the rules that apply to arrays or Variables: from the scope, else from their plan."""
   outer, own = _SCOPE.value, scope_of(arrays)
   scope: Scope | None = outer or own
@@ -293,7 +293,7 @@ def surroundings(*arrays: Leaf) -> Surroundings:
   kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
   rules, apart = (scope.rules, scope.apart) if scope else (LogicalRules(), frozenset[str]())
-  return Surroundings(mesh, rules, manual, axes_of_maps(), apart)
+  return ActiveMesh(mesh, rules, manual, axes_of_maps(), apart)
 
 
 @check_arguments(ShardingError)

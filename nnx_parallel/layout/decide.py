@@ -41,7 +41,7 @@ ROWS = -2
 """The dim of a look-up table's rows: `nnx.vmap` stacks tables in front of it."""
 
 
-class Given(NamedTuple):
+class Settings(NamedTuple):
   """The facts that decide the layout of an array, besides the array."""
 
   mesh: AnyMesh
@@ -75,7 +75,7 @@ class Offered(NamedTuple):
   taps: int  # the number of spatial dims of a dilated kernel, which stay whole: XLA gets their gradient wrong
 
 
-def model_rows(traced: Trace, given: Given) -> list[LeafPlan]:
+def model_rows(traced: Trace, given: Settings) -> list[LeafPlan]:
   """Decides every array of a traced module, in flax's order."""
   model = traced.made
   _check_one_mesh(model.leaves)
@@ -96,7 +96,7 @@ def tables(model: nnx.Module) -> set[Path]:
 
 
 def _model_row(
-  paths: tuple[Path, ...], leaf: Leaf, offered: Offered, given: Given, stated: PartitionSpec | None
+  paths: tuple[Path, ...], leaf: Leaf, offered: Offered, given: Settings, stated: PartitionSpec | None
 ) -> LeafPlan:
   value = _array(leaf, path_str(paths[0]))
   if is_rng(leaf):
@@ -157,7 +157,7 @@ def _check_one_mesh(leaves: Mapping[Path, Leaf]) -> None:
         )
 
 
-def _check_mesh(leaf: Leaf, where: str, given: Given, error: ShardingError) -> None:
+def _check_mesh(leaf: Leaf, where: str, given: Settings, error: ShardingError) -> None:
   """Says so if a Variable whose names do not fit was made for another mesh."""
   own = mesh_of(leaf)
   if own is None or axis_sizes(own) == given.sizes:
@@ -170,7 +170,7 @@ def _check_mesh(leaf: Leaf, where: str, given: Given, error: ShardingError) -> N
   ) from error
 
 
-def _find_names(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
+def _find_names(paths: tuple[Path, ...], leaf: Leaf, given: Settings) -> Named | None:
   """The names from the metadata of a Variable, or from the first path rule that matches; None without.
 
   A rule comes first if the metadata is shorter than the array, as in layers that `nnx.vmap` has stacked, and
@@ -205,7 +205,7 @@ def matching_rule(paths: Iterable[Path], rules: RuleSet) -> tuple[PathRules, Pat
   return next((pair for pair in pairs if any(map(pair[1].matches, paths))), None)
 
 
-def unknown_names(names: Names, given: Given) -> list[Entry]:
+def unknown_names(names: Names, given: Settings) -> list[Entry]:
   """The names of a rule for a family of models that the plan's rules do not have, and so leave out."""
   known = {*given.rules.logical, *given.sizes}
   if given.rules.logical.unknown == "replicate":
@@ -214,7 +214,12 @@ def unknown_names(names: Names, given: Given) -> list[Entry]:
 
 
 def _extend(
-  found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, offered: Offered, given: Given
+  found: Resolution,
+  shape: Sequence[int],
+  fallback: Fallback,
+  leaf: Leaf,
+  offered: Offered,
+  given: Settings,
 ) -> tuple[Extended, str, str]:
   """`extend_spec`, the reason, and its effect in brief."""
   stored = [size + extra for size, extra in zip(shape, found.padding, strict=True)]
@@ -226,7 +231,7 @@ def _extend(
   return more, why, _brief(more, rows) if more.added else why
 
 
-def _fallback_row(path: Path, leaf: Leaf, offered: Offered, given: Given) -> LeafPlan:
+def _fallback_row(path: Path, leaf: Leaf, offered: Offered, given: Settings) -> LeafPlan:
   shape, fallback = value_of(leaf).shape, given.rules.fallback
   count = sum(len(table.rules) for table in given.rules.paths)
   step = f"no annotation; none of {count} path rules matches" if count else "no annotation"
@@ -244,7 +249,7 @@ def _fallback_row(path: Path, leaf: Leaf, offered: Offered, given: Given) -> Lea
 def optimizer_rows(
   optimizer: Trace,
   model: Iterable[LeafPlan],
-  given: Given,
+  given: Settings,
   *,
   memory_kind: str | None,
 ) -> Iterator[LeafPlan]:
@@ -282,7 +287,7 @@ def split_further(row: LeafPlan, axes: tuple[str, ...]) -> LeafPlan:
 
 
 def _own_layout(
-  leaf: Leaf, parameter: LeafPlan, given: Given
+  leaf: Leaf, parameter: LeafPlan, given: Settings
 ) -> tuple[Names, PartitionSpec, tuple[int, ...], str] | None:
   """Names and layout of state whose parameter has `optimizer_sharding`, which flax copies to the state."""
   shape = tuple(value_of(leaf).shape)
@@ -307,7 +312,7 @@ def _row(
   root: Root,
   path: Path,
   leaf: Leaf,
-  given: Given,
+  given: Settings,
   decision: Decision,
   names: Names | None = None,
   found: Resolution | None = None,

@@ -33,7 +33,7 @@ from nnx_parallel.layout.checks import (
   check_use,
 )
 from nnx_parallel.layout.constrain import scope_in_use
-from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
+from nnx_parallel.layout.decide import Settings, model_rows, optimizer_rows, split_further
 from nnx_parallel.layout.known_faults import check_convolutions, own_step_notes
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan
@@ -167,7 +167,7 @@ def plan_with_traces(
   tx, wrt, zero = options.get("optimizer"), options.get("wrt", nnx.Param), options.get("zero", 0)
   uneven: Uneven = options.get("uneven", "error")
   ruleset, notes = _rules_on(mesh, rules, uneven)
-  given = Given(mesh, ruleset, uneven)
+  given = Settings(mesh, ruleset, uneven)
   without_effect = check_axes(ruleset.logical, given.sizes)
   batch = batch_axes(ruleset, given.sizes)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
@@ -267,7 +267,7 @@ def _with_context(rules: RuleSet) -> RuleSet:
 
 
 def _axes_of_zero(
-  zero: int, axes: Sequence[str] | str | None, batch: tuple[str, ...] | None, given: Given
+  zero: int, axes: Sequence[str] | str | None, batch: tuple[str, ...] | None, given: Settings
 ) -> tuple[str, ...]:
   if zero and axes is None and batch is None:
     raise no_batch_axes(given.rules, given.sizes)
@@ -275,7 +275,7 @@ def _axes_of_zero(
 
 
 def _notes(
-  traces: Mapping[Root, Trace], rows: list[LeafPlan], batch: tuple[str, ...] | None, given: Given
+  traces: Mapping[Root, Trace], rows: list[LeafPlan], batch: tuple[str, ...] | None, given: Settings
 ) -> list[str]:
   """Checks the finished table, and adds notes for its reader."""
   model, sizes = traces["model"].made, given.sizes

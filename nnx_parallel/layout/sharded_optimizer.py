@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves
-from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.shards import pin
 from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, Model, Optimizer, PyTree
 from nnx_parallel.errors import PlanError, TrainError
@@ -221,4 +221,4 @@ def _keep(array: AnyArray, sharding: NamedSharding) -> AnyArray:
   active = jax.sharding.get_abstract_mesh()
   if len(sharding.spec) > kind.ndim or AxisType.Manual in (*mesh.axis_types, *active.axis_types):
     return array
-  return pinned(array, sharding)
+  return pin(array, sharding)

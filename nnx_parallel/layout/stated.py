@@ -27,12 +27,12 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.interpret import interpret, wiring
 from nnx_parallel.core.jaxprs import (
   as_function,
-  called,
-  changed_params,
+  change_params,
   has_rule,
   is_call,
   is_checkpoint,
-  opened,
+  open_jaxpr,
+  program_of,
 )
 from nnx_parallel.core.mesh import auto_mesh
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Program, Value
@@ -67,7 +67,7 @@ class _Plain:
 
   def _trace(self, program: Program) -> tuple[Program, ClosedJaxpr, Callable[..., Any]]:
     if id(program) not in self._done:
-      avals = [var.aval for var in opened(program).invars]
+      avals = [var.aval for var in open_jaxpr(program).invars]
       plain = [ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
       made = jax.make_jaxpr(lambda *inputs: interpret(program, inputs, self._run))(*plain)
       self._done[id(program)] = program, made, jax.jit(as_function(made))
@@ -78,9 +78,9 @@ class _Plain:
     if eqn.primitive.name in _PLACES:
       return inputs[: len(eqn.outvars)]
     if is_call(eqn):  # compiled as one, as outside of a trace: the same bits
-      return self._trace(called(eqn))[2](*inputs)
+      return self._trace(program_of(eqn))[2](*inputs)
     if is_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
-      return interpret(called(eqn), inputs, self._run)
+      return interpret(program_of(eqn), inputs, self._run)
     if eqn.primitive.name == "shard_map":
       return self._map(eqn, inputs)
     changed: dict[str, Any] = {key: None for key in _SAYS if key in eqn.params}
@@ -91,7 +91,7 @@ class _Plain:
     # The operation was traced on Explicit axes.
     active: Any = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active):
-      params = eqn.primitive.get_bind_params(changed_params(eqn, changed))
+      params = eqn.primitive.get_bind_params(change_params(eqn, changed))
       results = eqn.primitive.bind(*inputs, **params)
     return results if eqn.primitive.multiple_results else [results]
 

@@ -169,10 +169,10 @@ def restore(
     if before is not None and moved and parameters_only and not (options or {}).get("pipeline"):
       shards = [shard_counts(one.batch_spec(1), 1, axis_sizes(one.mesh))[0] for one in (before, plan)]
       batch = (saved if settings is None else settings).get("batch")
-      microbatches = adapted(microbatches, shards[0], shards[1], batch)
+      microbatches = adapt_microbatches(microbatches, shards[0], shards[1], batch)
   run = _run_of(recipe, plan, model, optimizer, microbatches, position, settings, options)
   relaid = before.diff(plan) if before is not None and moved else None
-  return Resumed(run, differences(saved, run.settings), relaid)
+  return Resumed(run, list_differences(saved, run.settings), relaid)
 
 
 def _run_of(
@@ -238,7 +238,7 @@ def _evaluation(
   return evaluate
 
 
-def adapted(microbatches: int, before: int, after: int, batch: int | None) -> int:
+def adapt_microbatches(microbatches: int, before: int, after: int, batch: int | None) -> int:
   """The number of microbatches after the batch is split into `after` shards and no longer into `before`.
 
   The smallest that divides `batch` and gives no device more examples at a time than it had.
@@ -249,7 +249,7 @@ def adapted(microbatches: int, before: int, after: int, batch: int | None) -> in
   return next((n for n in range(least, batch // after + 1) if batch % (n * after) == 0), least)
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def list_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   """The settings in both that differ, as text: "microbatches 1 -> 2"."""
   changed = [name for name in now if name in saved and saved[name] != now[name]]
   return [f"{name} {_text(saved[name])} -> {_text(now[name])}" for name in changed]

@@ -222,7 +222,7 @@ class Run:
   def _train(self, next_batch: Callable[[], Any], stop: StopSignals) -> str:
     """Runs the steps; returns why they ended."""
     while self.steps is None or self.at.step < self.steps:
-      batch = self._agreed(next_batch)
+      batch = self._agree_on_batch(next_batch)
       if batch is _END:
         self._check_end()
         return "data"
@@ -243,7 +243,7 @@ class Run:
         return "early"
     return "steps"
 
-  def _agreed(self, next_batch: Callable[[], Any]) -> Any:
+  def _agree_on_batch(self, next_batch: Callable[[], Any]) -> Any:
     """The next batch, if all processes have one of the same shapes; they agree while a step is running."""
     if jax.process_count() == 1:
       return next_batch()
@@ -309,7 +309,7 @@ class Run:
     """Runs a step."""
     before = len(self._programs)
     with jax.profiler.StepTraceAnnotation("train", step_num=number):
-      self._metrics = _checked(self.step(self.model, self.optimizer, batch))
+      self._metrics = _check_metrics(self.step(self.model, self.optimizer, batch))
     self.at.step, self.at.samples = number, self.at.samples + examples_in(batch)
     compiled = len(self._programs) > before
     self._compiled = self._compiled or compiled
@@ -482,7 +482,7 @@ def judge_batches(texts: list[str]) -> str:
   return ""
 
 
-def _checked(metrics: object) -> AnyMetrics:
+def _check_metrics(metrics: object) -> AnyMetrics:
   if not isinstance(metrics, Mapping):
     raise TrainError(
       f"the step returned a {type(metrics).__name__}, and fit needs a dict of metrics.",

@@ -280,7 +280,7 @@ def compile_report(
     )
   check_arrays(ReportError, "batch", batch)
   batch = batch_structs(batch)
-  here = _placed(plan, topology)
+  here = _place(plan, topology)
   check_batch(here, batch)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
@@ -328,7 +328,7 @@ def abstract_batch(plan: Plan, batch: PyTree) -> PyTree:
   )
 
 
-def _placed(plan: Plan, text: str | None) -> Plan:
+def _place(plan: Plan, text: str | None) -> Plan:
   """The plan on the devices to compile for: its own devices, or the devices of a named topology."""
   if text is None:
     if isinstance(plan.mesh, AbstractMesh):
@@ -372,7 +372,7 @@ def report_of(
   device = mesh.abstract_device if mesh is not None else None
   kind = device.device_kind if device else ""
   compiled_for = chip_of(kind)
-  figures = chip_named(chip) if chip is not None else _measured(compiled_for, kind)
+  figures = chip_named(chip) if chip is not None else _measure(compiled_for, kind)
   final = hlo.parse(done.text or done.partitioned)
   # Backends rewrite matrix products beyond recognition; right after partitioning they are still `dot`.
   split = hlo.parse(done.partitioned) if done.partitioned else final
@@ -412,7 +412,7 @@ def report_of(
   )
 
 
-def _measured(figures: Chip | None, kind: str) -> Chip | None:
+def _measure(figures: Chip | None, kind: str) -> Chip | None:
   """The figures with the memory limit of a device of this kind, if this process has such a device."""
   here = next((device for device in jax.local_devices() if device.device_kind == kind), None)
   limit = (here.memory_stats() or {}).get("bytes_limit") if here is not None else None

@@ -25,7 +25,7 @@ from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
 from nnx_parallel.core.flow import Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, is_literal, wiring
-from nnx_parallel.core.jaxprs import CALLS, called, inner_equations, nbytes, opened
+from nnx_parallel.core.jaxprs import CALLS, inner_equations, nbytes, open_jaxpr, program_of
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.text import Shown, format_bytes, render
@@ -188,10 +188,10 @@ def memory_plan(
   )
   check_batch(plan, batch, microbatches)
   figures = chip_named(chip) if chip is not None else None
-  return planned(plan, saved, batch, microbatches, remat, gradients, figures)
+  return count_memory(plan, saved, batch, microbatches, remat, gradients, figures)
 
 
-def planned(
+def count_memory(
   plan: Plan,
   saved: Saved,
   batch: PyTree,
@@ -340,10 +340,12 @@ def _activations(plan: Plan, saved: Saved, batch: Sequence[jax.ShapeDtypeStruct]
   flows = [Flow(axes_by_dim(leaf.spec, len(leaf.shape)), data=False) for leaf in leaves]
   flows += [Flow(axes_by_dim(plan.batch_spec(x.ndim), x.ndim), data=True) for x in batch]
   layouts = facts_of(saved.program, flows, _layouts(frozenset(plan.batch_axes)))
-  body = opened(saved.program)
+  body = open_jaxpr(saved.program)
   # `remat="offload"` moves values to the host's memory.
   near = [v for v in body.outvars if not is_literal(v) and v.aval.memory_space != jax.memory.Space.Host]
-  read = stored(saved.program, [v for v in near if v in layouts and layouts[v].data and v not in body.invars])
+  read = find_stored(
+    saved.program, [v for v in near if v in layouts and layouts[v].data and v not in body.invars]
+  )
   each = (nbytes(v.aval) / math.prod(sizes.get(axis, 1) for axis in layouts[v].names) for v in read)
   return round(sum(each) * (saved.share if saved.schedule is not None else 1 / microbatches))
 
@@ -370,11 +372,11 @@ def _layouts(batch_axes: frozenset[str]) -> Facts[Flow]:
   return flow_facts(follow)
 
 
-def stored(jaxpr: Program, saved: Collection[Var]) -> list[Var]:
+def find_stored(jaxpr: Program, saved: Collection[Var]) -> list[Var]:
   """The variables that a program keeps to recover the saved variables, except inputs."""
   # Compilers fuse an elementwise operation into its reader and repeat it in the backward pass, where its
   # sources, beside those kept anyway (operands of products), are no larger; see report_figures.md.
-  body = opened(jaxpr)
+  body = open_jaxpr(jaxpr)
   sources = facts_of(jaxpr, [()] * len(body.invars), _SOURCES)
   read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}
   kept: dict[Var, None] = {var: None for var in saved if id(var) in read}
@@ -398,7 +400,7 @@ def is_fused(eqn: JaxprEqn) -> bool:
   """Whether an operation is elementwise, or a function of such operations only (`jnp.where`)."""
   name = eqn.primitive.name
   if name in CALLS:
-    return all(is_fused(inner) for inner in opened(called(eqn)).eqns)
+    return all(is_fused(inner) for inner in open_jaxpr(program_of(eqn)).eqns)
   return name in _FUSED
 
 

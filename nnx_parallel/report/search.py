@@ -40,7 +40,7 @@ from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.inputs import batch_structs, check_batch
-from nnx_parallel.report.memory import MemoryPlan, Saved, flat_loss, planned, structs_of, trace_saved
+from nnx_parallel.report.memory import MemoryPlan, Saved, count_memory, flat_loss, structs_of, trace_saved
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.step import train_step
@@ -385,7 +385,7 @@ class _Task:
     if key not in self.traces:
       options: Any = {"remat": remat, "layers": self.layers, "pipeline": pipeline}
       self.traces[key] = trace_saved(plan, self.loss, self.batch, microbatches=count, **options)
-    return Candidate(plan, planned(plan, self.traces[key], self.batch, count, remat), pipeline)
+    return Candidate(plan, count_memory(plan, self.traces[key], self.batch, count, remat), pipeline)
 
   def ranked(self, fitting: list[Candidate], most: int) -> tuple[list[Candidate], list[str]]:
     """The candidates in the order of `SearchResult.fitting`, of which `most` are compiled, and notes."""

@@ -24,7 +24,7 @@ from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layout.constrain import surroundings
+from nnx_parallel.layout.constrain import active_mesh
 from nnx_parallel.layout.plan import Plan, check_plan
 
 _EQUAL = PartitionSpec()
@@ -259,7 +259,7 @@ def map_kernel(
 
   @functools.wraps(kernel)
   def mapped(*arrays: PyTree) -> PyTree:
-    around = surroundings(*arrays)
+    around = active_mesh(*arrays)
     if around.mesh is None:
       return kernel(*arrays)
     ins = [around.spec(names, x.shape) for names, x in zip(in_names, arrays, strict=True)]

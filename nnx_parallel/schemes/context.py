@@ -36,7 +36,7 @@ from nnx_parallel.core.tiles import DimName, Grid
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes
-from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
+from nnx_parallel.layout.constrain import active_mesh, manual_too, scope_in_use
 from nnx_parallel.schemes.tokens import check_not_mapped
 
 How = Literal["ring", "ulysses"]
@@ -177,7 +177,7 @@ class ContextAttention:
     if query.ndim != 4:
       query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
       mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
-    around = surroundings(query)
+    around = active_mesh(query)
     mesh = around.mesh
     sizes = {} if mesh is None else axis_sizes(mesh)
     self._check_axes(sizes)

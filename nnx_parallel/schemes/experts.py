@@ -35,7 +35,7 @@ from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layout.constrain import manual_too, surroundings
+from nnx_parallel.layout.constrain import active_mesh, manual_too
 from nnx_parallel.schemes.expert_functions import ExpertFn, check_expert_fn, check_rows
 from nnx_parallel.schemes.routing import Routing
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
@@ -124,7 +124,7 @@ def experts(
   count, top_k = routing.load.shape[0], routing.weights.shape[-1]
   check_expert_fn(expert_fn)
   _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer, "block": block})
-  around = surroundings(x, *leaves)
+  around = active_mesh(x, *leaves)
   sizes = {} if around.mesh is None else axis_sizes(around.mesh)
   taken = around.manual | around.mapped
   check_not_mapped("the experts", [axis], taken)

@@ -21,7 +21,7 @@ from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
 from nnx_parallel.core.nodes import plain_path
-from nnx_parallel.core.shards import computed_on_auto_axes, on_shards, pinned
+from nnx_parallel.core.shards import compute_on_auto_axes, on_shards, pin
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.optimizer_layout import PerMatrixState, group_name, matrix_axes
@@ -192,7 +192,7 @@ def _update(
     return group.unstack(new), state
   devices, count = math.prod(axis_sizes(mesh)[axis] for axis in axes), sum(group.counts)
   # Gradients are first reduced into their own layout: else the compiler may sum all of them on every device.
-  grads = [pinned(x, array.where) for array, x in zip(group.arrays, grads, strict=True)]
+  grads = [pin(x, array.where) for array, x in zip(group.arrays, grads, strict=True)]
   one, whole, by_row = PartitionSpec(), PartitionSpec(axes), PartitionSpec(None, axes)
 
   def lay_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -221,7 +221,7 @@ def _update(
   if AxisType.Explicit not in mesh_inside(mesh).axis_types:
     return on_auto_axes(grads, state, params, extra)
   specs = [array.where.spec for array in group.arrays], one if count % devices else whole
-  return computed_on_auto_axes(on_auto_axes, mesh, lambda _: specs)(grads, state, params, extra)
+  return compute_on_auto_axes(on_auto_axes, mesh, lambda _: specs)(grads, state, params, extra)
 
 
 def _groups(

@@ -19,7 +19,7 @@ from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_stages
 from nnx_parallel.layers.pipeline import Order, Pipeline, size_along, staged, unstaged
-from nnx_parallel.layout.constrain import mapped_axes, surroundings
+from nnx_parallel.layout.constrain import active_mesh, mapped_axes
 
 
 @check_arguments(SchemeError, microbatches=1, virtual_stages=1)
@@ -106,7 +106,7 @@ def pipeline(
       fix="after=lambda y, x: ..., which computes the loss of a microbatch.",
     )
   _check_layers(parameters)
-  mesh = surroundings(*jax.tree.leaves((parameters, x))).mesh
+  mesh = active_mesh(*jax.tree.leaves((parameters, x))).mesh
   replicas = math.prod(size_along(mesh, name) for name in axes)
   _check_batch((x, *shared), microbatches, replicas)
 

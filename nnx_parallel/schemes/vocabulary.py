@@ -27,7 +27,7 @@ from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import AnyArray, Variable
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layout.constrain import surroundings
+from nnx_parallel.layout.constrain import active_mesh
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
 
 _LOWEST = -1e30
@@ -185,7 +185,7 @@ class _Split:
 
   @classmethod
   def of(cls, *arrays: AnyArray, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
-    around = surroundings(*arrays)
+    around = active_mesh(*arrays)
     taken, wanted = around.manual | around.mapped, (axis,) if isinstance(axis, str) else tuple(axis)
     check_not_mapped("the vocabulary", wanted, taken)
     if around.mesh is None:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import auto_mesh, is_explicit, own_mesh
 from nnx_parallel.core.nodes import parts_of_type
-from nnx_parallel.core.shards import auto_sharding, computed_on_auto_axes
+from nnx_parallel.core.shards import auto_sharding, compute_on_auto_axes
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
@@ -31,7 +31,7 @@ _REFUSED = "Auto"
 """A word of jax's errors for a sharding on Auto axes that only Explicit axes accept."""
 
 
-class Places(NamedTuple):
+class Shardings(NamedTuple):
   """The layout of arrays as a program sees them."""
 
   mesh: Any  # the mesh of all arrays; None on one device
@@ -39,15 +39,17 @@ class Places(NamedTuple):
   scope: Scope | None  # the scope of the plan, if there is one
   note: str = ""  # the axes that the program computes on, and why; empty on a mesh without Explicit axes
 
-  def on_auto_axes(self) -> Places:
+  def on_auto_axes(self) -> Shardings:
     """The same places on Auto axes."""
     if self.mesh is None or not is_explicit(self.mesh):
       return self
     scope = self.scope and self.scope.on_auto_axes()
     shardings = [None if where is None else auto_sharding(where) for where in self.shardings]
-    return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
+    return Shardings(
+      auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding"
+    )
 
-  def as_stated(self, error: BaseException) -> Places:
+  def as_stated(self, error: BaseException) -> Shardings:
     """These places, for a program whose model states shardings: `error` says that Auto axes have none."""
     said = str(error).split("\n")[0].split(" This error occurs at")[0]
     return self._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
@@ -56,7 +58,7 @@ class Places(NamedTuple):
     """Makes the mesh of the program active, if another mesh is active."""
     return own_mesh(self.mesh)
 
-  def placed(self, tree: PyTree) -> PyTree:
+  def place(self, tree: PyTree) -> PyTree:
     """Arrays outside of a program on its mesh: the same buffers under another type; or abstract arrays."""
 
     def moved(x: AnyArray) -> PyTree:
@@ -70,22 +72,22 @@ class Places(NamedTuple):
     return tree if self.mesh is None or is_explicit(self.mesh) else jax.tree.map(moved, tree)
 
 
-def places_of_loss(binding: Binding, loss_fn: LossFn, batch: PyTree, options: StepOptions) -> Places:
+def shardings_of_loss(binding: Binding, loss_fn: LossFn, batch: PyTree, options: StepOptions) -> Shardings:
   """The places in a program of a loss of these objects."""
 
   def forward(arrays: list[jax.Array], batch: PyTree) -> PyTree:
     models = binding.template.build(arrays)[0]
     return options.terms(call_loss(loss_fn, models, batch), batch)
 
-  return places_inside(places_outside(binding), forward, binding.leaves(), batch)
+  return shardings_inside(shardings_outside(binding), forward, binding.leaves(), batch)
 
 
-def places_outside(binding: Binding) -> Places:
+def shardings_outside(binding: Binding) -> Shardings:
   """The places of live objects."""
-  return Places(binding.mesh, binding.shardings, binding.scope)
+  return Shardings(binding.mesh, binding.shardings, binding.scope)
 
 
-def places_inside(outside: Places, run: Callable[..., PyTree], *args: Any) -> Places:
+def shardings_inside(outside: Shardings, run: Callable[..., PyTree], *args: Any) -> Shardings:
   """The places in a program that calls `run(*args)`; it is traced to see whether it states shardings.
 
   The program raises all other errors too, and explains them.
@@ -94,14 +96,14 @@ def places_inside(outside: Places, run: Callable[..., PyTree], *args: Any) -> Pl
   if inside is outside:
     return outside
   try:
-    jax.eval_shape(computed_on_auto_axes(run_in(inside, run), outside.mesh), *args)
+    jax.eval_shape(compute_on_auto_axes(run_in(inside, run), outside.mesh), *args)
   except (TypeError, ValueError) as error:
     if states_shardings(error):
       return outside.as_stated(error)
   return inside
 
 
-def run_in(places: Places, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def run_in(places: Shardings, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """`run` in the scope of a program."""
 
   def scoped(*args: PyTree) -> PyTree:
@@ -178,7 +180,7 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
 
     rest = {n: x for n, x in enumerate(args) if n not in objects}
     specs = [kind.spec for kind in kinds], PartitionSpec()
-    after, result = computed_on_auto_axes(run, mesh, lambda _: specs)(arrays, rest)
+    after, result = compute_on_auto_axes(run, mesh, lambda _: specs)(arrays, rest)
     for i, value in zip(template.variables, after, strict=True):
       template.leaves[i].set_raw_value(value)
     return result
@@ -187,7 +189,10 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_types(
-  run: Callable[..., PyTree], outside: Places, inside: Places, specs: Callable[[PyTree], PyTree]
+  run: Callable[..., PyTree],
+  outside: Shardings,
+  inside: Shardings,
+  specs: Callable[[PyTree], PyTree],
 ) -> Callable[..., Any]:
   """A program of arrays in the layout `outside` that computes `inside`; `specs`: of its results."""
-  return run if inside.mesh == outside.mesh else computed_on_auto_axes(run, outside.mesh, specs)
+  return run if inside.mesh == outside.mesh else compute_on_auto_axes(run, outside.mesh, specs)

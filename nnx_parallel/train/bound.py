@@ -27,7 +27,7 @@ from nnx_parallel.train.losses import Metrics, check_examples
 from nnx_parallel.train.mistakes import explain
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.program import Programs, inside, is_placed
-from nnx_parallel.train.update import keyed
+from nnx_parallel.train.update import by_key
 from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.subject import Subject
 
@@ -55,7 +55,7 @@ class Bound(Binding):
     forget: Callable[[weakref.ref[Model]], object] | None = None,
   ):
     trains = "optimizer" in roots
-    optimizers = keyed(roots["model"], roots["optimizer"]) if trains else {}
+    optimizers = by_key(roots["model"], roots["optimizer"]) if trains else {}
     self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
     self._planned = _planned(self._placements)
     super().__init__(roots, self._planned, move=trains)
@@ -195,7 +195,7 @@ class Bound(Binding):
     check_arrays(TrainError, "batch", batch)
     self.programs.find(self.read(), self.raw, batch)  # decides which axes they compute on
     layout, places = self.programs.find_layout(batch), self.programs.places
-    batch = places.placed(batch)
+    batch = places.place(batch)
     return Subject(self.options, loss_fn, self, batch, wrt, layout, places, layout.gather, self.programs.mend)
 
   def unplanned(self) -> list[str]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.core.interpret import DEFAULT, rewritten
+from nnx_parallel.core.interpret import DEFAULT, rewrite
 from nnx_parallel.core.jaxprs import as_function, bind, by_trace
 from nnx_parallel.core.types import JaxprEqn, PyTree, Value
 
@@ -81,7 +81,7 @@ def draw_rows(
     # With a mapped argument, `vmap` takes the rule also where the key is the same on all replicas.
     return [_rows_of(eqn, dim, parts, sharding)(inputs[0], jax.lax.axis_index(REPLICA))]
 
-  return by_trace(run, lambda traced, args: as_function(rewritten(traced, rule))(*jax.tree.leaves(args)))
+  return by_trace(run, lambda traced, args: as_function(rewrite(traced, rule))(*jax.tree.leaves(args)))
 
 
 def _kind_of(eqn: JaxprEqn) -> tuple[str, Shape, Shape]:

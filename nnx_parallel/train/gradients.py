@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.nodes import Path, named_leaves
-from nnx_parallel.core.shards import join_batch, pinned, split_batch
+from nnx_parallel.core.shards import join_batch, pin, split_batch
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
@@ -30,7 +30,7 @@ _SLOPE = 0
 """The place of the derivative along a direction, where gradients are by leaf."""
 
 
-class Layout(NamedTuple):
+class StepLayout(NamedTuple):
   """Where the arrays of a step are sharded, as seen from outside the program."""
 
   mesh: Any  # the mesh, or None on one device
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
   batch: tuple[str, ...] = ()
   gather: Gather | None = None  # what the losses gather where they read it
 
-  def of(self, loss: Differentiable) -> Layout:
+  def of(self, loss: Differentiable) -> StepLayout:
     """The layout for a loss, which may train some of the arrays only."""
     return self._replace(scattered=self.scattered.intersection(loss.paths.values()))
 
@@ -84,11 +84,11 @@ class Accumulation:
   def scan(self, batch: PyTree) -> tuple[Arrays, Terms, Arrays]:
     """Sums over the microbatches of this batch (local or global); also returns the changed arrays."""
     like = self.trained if self.tangents is None else {_SLOPE: jnp.zeros(())}
-    zeros = self._pinned({i: jnp.zeros_like(widen(x)) for i, x in like.items()})
+    zeros = self._pin({i: jnp.zeros_like(widen(x)) for i, x in like.items()})
     parts = jax.tree.map(lambda x: split_batch(x, self.count), batch)
     moving = {i: self.rest[i] for i in self.changes}
     (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts, length=self.count)
-    return total, _summed(stacked, join_batch), moving
+    return total, _sum_parts(stacked, join_batch), moving
 
   def _add(self, carry: PyTree, part: PyTree) -> tuple[PyTree, Terms]:
     total, moving = carry
@@ -99,15 +99,15 @@ class Accumulation:
       slope, (found, changed, weight) = _jvp(self.objective, self.trained, self.tangents, current, part)
       grads = {_SLOPE: slope}
     # In float32: many small gradients are added, and summed over replicas.
-    grads = self._pinned({i: _weighed(widen(g), weight) for i, g in grads.items()})
-    total = self._pinned({i: x + grads[i] for i, x in total.items()})
+    grads = self._pin({i: _weigh(widen(g), weight) for i, g in grads.items()})
+    total = self._pin({i: x + grads[i] for i, x in total.items()})
     moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
     return (total, moving), found
 
-  def _pinned(self, grads: Arrays) -> Arrays:
-    return {i: pinned(x, self.layouts.get(i)) for i, x in grads.items()}
+  def _pin(self, grads: Arrays) -> Arrays:
+    return {i: pin(x, self.layouts.get(i)) for i, x in grads.items()}
 
-  def manual(
+  def sum_on_devices(
     self, batch: PyTree, mesh: Mesh, axes: tuple[str, ...], reduction: DTypeLike | None
   ) -> tuple[Arrays, Terms]:
     """For replicas that hold the full model: each sums its own gradients in a `shard_map`."""
@@ -131,7 +131,9 @@ class Accumulation:
     )(self.trained, self.rest, batch)
     return grads, Terms(sums, counts, outputs)
 
-  def mapped(self, batch: PyTree, layout: Layout, axes: tuple[str, ...]) -> tuple[Arrays, Terms, Arrays]:
+  def map_replicas(
+    self, batch: PyTree, layout: StepLayout, axes: tuple[str, ...]
+  ) -> tuple[Arrays, Terms, Arrays]:
     """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end.
 
     A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
@@ -142,7 +144,7 @@ class Accumulation:
 
     def by_replica(x: jax.Array) -> jax.Array:
       x = jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
-      return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
+      return pin(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
 
     with mapped_axes(axes):
       mapped = jax.vmap(self.scan, axis_name=REPLICA, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
@@ -150,30 +152,30 @@ class Accumulation:
     # Each replica changes an array, such as the counter of a stream, to the same value.
     return (
       {i: g.sum(0) for i, g in grads.items()},
-      _summed(found, lambda x: jax.lax.collapse(x, 0, 2)),
+      _sum_parts(found, lambda x: jax.lax.collapse(x, 0, 2)),
       {i: x[0] for i, x in moved.items()},
     )
 
 
-def _summed(stacked: Terms, joined: Callable[[jax.Array], jax.Array]) -> Terms:
+def _sum_parts(stacked: Terms, joined: Callable[[jax.Array], jax.Array]) -> Terms:
   """The sums of the terms of parts that are stacked on dim 0, and their outputs joined."""
   sums, counts = jax.tree.map(lambda x: x.sum(0), (stacked.sums, stacked.counts))
   return Terms(sums, counts, jax.tree.map(joined, stacked.outputs))
 
 
-def whole_batch(loss: Differentiable, batch: PyTree, layout: Layout) -> Total:
+def whole_batch(loss: Differentiable, batch: PyTree, layout: StepLayout) -> Total:
   """The gradients of the full batch at once."""
   (_, (found, changed, _)), grads = jax.value_and_grad(loss.objective, has_aux=True)(
     loss.train, loss.rest, batch
   )
   if not layout.scattered:
     return Total(grads, found, 1, changed, "once: one batch")
-  grads = {i: pinned(grads[i], where) for i, where in layout.by_leaf(loss).items()}
+  grads = {i: pin(grads[i], where) for i, where in layout.by_leaf(loss).items()}
   return Total(grads, found, 1, changed, "once: one batch, into the layout of the optimizer state")
 
 
 def in_microbatches(
-  loss: Differentiable, batch: PyTree, count: int, layout: Layout, reduction: DTypeLike | None = None
+  loss: Differentiable, batch: PyTree, count: int, layout: StepLayout, reduction: DTypeLike | None = None
 ) -> Total:
   """Gradients summed over `count` microbatches in a scan; a pipeline takes `loss.parts` microbatches at once.
 
@@ -224,7 +226,7 @@ class Once(NamedTuple):
   changed: set[int]  # the leaves whose arrays the loss changes
 
   def total(
-    self, summed: Accumulation, pieces: int, batch: PyTree, layout: Layout, reduction: DTypeLike | None
+    self, summed: Accumulation, pieces: int, batch: PyTree, layout: StepLayout, reduction: DTypeLike | None
   ) -> Total:
     """The results of a batch; `pieces` is the number of microbatches that one call of the loss takes."""
     how = f"once, after the {'last tick' if pieces > 1 else 'scan'}, over {', '.join(self.axes)}"
@@ -232,13 +234,13 @@ class Once(NamedTuple):
     moved: Arrays = {}
     if self.alone:
       how += f", in {jnp.dtype(reduction or jnp.float32)}"
-      grads, found = summed.manual(batch, layout.mesh, self.axes, reduction)
+      grads, found = summed.sum_on_devices(batch, layout.mesh, self.axes, reduction)
     else:
       if self.draws:
         where = NamedSharding(layout.mesh, PartitionSpec(self.axes))
         drawn = draw_rows(summed.objective, self.draws, self.times, replicas, where)
         summed = dataclasses.replace(summed, objective=drawn)
-      grads, found, moved = summed.mapped(batch, layout, self.axes)
+      grads, found, moved = summed.map_replicas(batch, layout, self.axes)
     of_loss, of_terms = self.factors
     grads = {i: g if of_loss == 1 else g * of_loss for i, g in grads.items()}
     terms = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, found, of_terms)
@@ -250,7 +252,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _compare(
-  loss: Differentiable, batch: PyTree, count: int, layout: Layout, axes: tuple[str, ...]
+  loss: Differentiable, batch: PyTree, count: int, layout: StepLayout, axes: tuple[str, ...]
 ) -> tuple[Once | None, str]:
   """How replicas each sum their gradients, or why not."""
   replicas = _replicas(layout.mesh, axes)
@@ -372,7 +374,7 @@ def check_divides(batch: PyTree, count: int, shards: int = 1) -> None:
     )
 
 
-def _check_shards(batch: PyTree, count: int, layout: Layout) -> None:
+def _check_shards(batch: PyTree, count: int, layout: StepLayout) -> None:
   """Refuses microbatches with fewer examples than the batch has shards."""
   shards = layout.shards
   for name, leaf in named_leaves(batch):
@@ -387,7 +389,7 @@ def _check_shards(batch: PyTree, count: int, layout: Layout) -> None:
       )
 
 
-def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+def _weigh(x: jax.Array, weight: jax.Array | None) -> jax.Array:
   return x if weight is None else x * weight.astype(x.dtype)
 
 
@@ -399,7 +401,7 @@ def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
   return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _replica_axes(batch: PyTree, count: int, layout: Layout) -> tuple[tuple[str, ...], str]:
+def _replica_axes(batch: PyTree, count: int, layout: StepLayout) -> tuple[tuple[str, ...], str]:
   """The axes whose replicas hold the full model and full microbatches; or (), and why there are none."""
   if layout.mesh is None or layout.mesh.size == 1:
     return (), "one device"

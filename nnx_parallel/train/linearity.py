@@ -41,7 +41,7 @@ from nnx_parallel.core.jaxprs import (
   has_rule,
   is_inexact,
   is_tracer,
-  opened,
+  open_jaxpr,
   place_of,
   struct,
 )
@@ -132,7 +132,7 @@ class _Pair:
 
   def walk(self, part: Program, whole: Program, given: Sequence[Fact]) -> list[Fact]:
     """The relations of the results, given the relations of the inputs."""
-    one, all_ = opened(part), opened(whole)
+    one, all_ = open_jaxpr(part), open_jaxpr(whole)
     computing = [[eqn for eqn in jaxpr.eqns if not _only_places(eqn)] for jaxpr in (one, all_)]
     if len(computing[0]) != len(computing[1]) or len(one.constvars) != len(all_.constvars):
       return [_mixed("its program depends on the number of examples")] * len(one.outvars)
@@ -187,7 +187,7 @@ class _Pair:
     _check(eqn.primitive.name != "cond" or inputs[0].fixed)
     _check(all(eqn.params.get(key) == other.params.get(key) for key in ("length", "reverse")))
     facts: Any = NO_FACTS
-    found = through(eqn, inputs, inside, dataclasses.replace(facts, join=self.join, row=_row, stack=_stacked))
+    found = through(eqn, inputs, inside, dataclasses.replace(facts, join=self.join, row=_row, stack=_stack))
     if eqn.primitive.name == "shard_map":  # each device computes with the parts of its shards
       specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
       for fact, spec in zip((*inputs, *found), specs, strict=True):
@@ -248,7 +248,7 @@ class _Pair:
       if name == "div":
         _check(inputs[1].kind in ("same", "rows") and (is_inexact(eqn.outvars[0].aval) or inputs[0].plain))
         inputs = [inputs[0], dataclasses.replace(inputs[1], power=-inputs[1].power)]
-      return ZERO if any(fact.kind == "zero" for fact in inputs) else _merged(dims, inputs)
+      return ZERO if any(fact.kind == "zero" for fact in inputs) else _merge(dims, inputs)
     if name in _JOINS:
       choosers, cases = (inputs[:1], inputs[1:]) if name == "select_n" else ([], inputs)
       at = zip(dims.operands[len(choosers) :], cases, strict=True)
@@ -266,7 +266,7 @@ class _Pair:
     if linear and first.kind != "rows":
       return first if all(fact.kind != "rows" for fact in choosers) else _fail()
     _check(linear or all(fact.plain for fact in inputs))
-    found = _merged(dims, inputs)
+    found = _merge(dims, inputs)
     return found if linear or found.kind == "rows" else _fail()
 
   def join(self, *facts: Fact) -> Fact:
@@ -339,7 +339,9 @@ def _same_parameters(eqn: JaxprEqn, other: JaxprEqn) -> bool:
   """Whether two operations with the same shapes do the same."""
   for key, value in eqn.params.items():
     theirs = other.params.get(key)
-    if value is theirs or callable(value) or hasattr(opened(value), "eqns") or key in ("sharding", "mesh"):
+    if (
+      value is theirs or callable(value) or hasattr(open_jaxpr(value), "eqns") or key in ("sharding", "mesh")
+    ):
       continue
     try:
       if not bool(value == theirs):
@@ -349,7 +351,7 @@ def _same_parameters(eqn: JaxprEqn, other: JaxprEqn) -> bool:
   return True
 
 
-def _merged(dims: DimMap, facts: Sequence[Fact]) -> Fact:
+def _merge(dims: DimMap, facts: Sequence[Fact]) -> Fact:
   """The result of a function that is linear in each of its operands, or of the operands at each position.
 
   If the operands have the examples along one factor of the operation, the result has them along that factor,
@@ -393,7 +395,7 @@ def _row(_: object, fact: Fact) -> Fact:
   return dataclasses.replace(fact, dim=fact.dim - 1) if fact.dim else _fail()
 
 
-def _stacked(_: object, fact: Fact) -> Fact:
+def _stack(_: object, fact: Fact) -> Fact:
   return dataclasses.replace(fact, dim=fact.dim + 1) if fact.kind == "rows" else fact
 
 

@@ -32,7 +32,7 @@ def call_loss(loss_fn: LossFn, models: Model, batch: PyTree) -> PyTree:
       module that is not an argument of the step; or a layer cannot run on the Explicit axes of its mesh.
   """
   given = _arguments(loss_fn, batch)
-  with _explained(loss_fn, models, batch):
+  with _explain(loss_fn, models, batch):
     return loss_fn(models, *given)
 
 
@@ -101,7 +101,7 @@ def _arguments(loss_fn: LossFn, batch: PyTree) -> Sequence[PyTree]:
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]:
+def _explain(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]:
   """Raises a `TrainError` for errors of the body whose text names no module; other errors get a note."""
   try:
     yield

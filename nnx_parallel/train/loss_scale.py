@@ -20,7 +20,7 @@ from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import Optimizer, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import widen
-from nnx_parallel.train.wrappers import MastersState, all_finite, chosen
+from nnx_parallel.train.wrappers import MastersState, all_finite, choose
 
 _MINIMUM, _MAXIMUM = 1.0, 2.0**24
 
@@ -107,12 +107,12 @@ def with_loss_scale(
     scale = jnp.where(grown, jnp.minimum(state.scale * 2, _MAXIMUM), state.scale)
     scale = jnp.where(finite, scale, jnp.maximum(state.scale / 2, _MINIMUM))
     new = LossScaleState(
-      chosen(finite, inner_state, state.inner),
+      choose(finite, inner_state, state.inner),
       scale,
       jnp.where(grown, 0, good),
       state.skipped + jnp.where(finite, 0, 1),
     )
-    return chosen(finite, updates, jax.tree.map(jnp.zeros_like, updates)), new
+    return choose(finite, updates, jax.tree.map(jnp.zeros_like, updates)), new
 
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
@@ -170,7 +170,7 @@ def common_scale(optimizers: Iterable[Optimizer]) -> jax.Array | None:
   return next((scale for scale in map(find_scale, optimizers) if scale is not None), None)
 
 
-def rescaled(grads: list[jax.Array], optimizer: Optimizer, used: jax.Array | None) -> list[jax.Array]:
+def rescale(grads: list[jax.Array], optimizer: Optimizer, used: jax.Array | None) -> list[jax.Array]:
   """Converts gradients of a loss that was scaled by `used` to the optimizer's own loss scale."""
   if used is None:
     return grads
@@ -182,7 +182,7 @@ def rescaled(grads: list[jax.Array], optimizer: Optimizer, used: jax.Array | Non
 
 
 @jax.custom_vjp
-def scaled_in_backward(x: jax.Array, factor: jax.Array) -> jax.Array:
+def scale_in_backward(x: jax.Array, factor: jax.Array) -> jax.Array:
   """`x` itself, whose gradient is multiplied by `factor` on its way back."""
   del factor
   return x
@@ -192,4 +192,4 @@ def _backward(factor: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]
   return (widen(grad) * factor.astype(widen(grad).dtype)).astype(grad.dtype), jnp.zeros_like(factor)
 
 
-scaled_in_backward.defvjp(lambda x, factor: (x, factor), _backward)
+scale_in_backward.defvjp(lambda x, factor: (x, factor), _backward)

@@ -108,7 +108,7 @@ def terms(result: PyTree, outputs: Sequence[str] = (), *, has_aux: bool = False)
 def _with_aux(result: PyTree) -> Terms:
   if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
     raise TrainError(
-      f"has_aux=True takes a loss function that returns (loss, aux); it returned {_shown(result)}.",
+      f"has_aux=True takes a loss function that returns (loss, aux); it returned {_show(result)}.",
       fix="return loss, aux; or leave has_aux=True out.",
     )
   found = Terms({}, {}, {})
@@ -157,7 +157,7 @@ def _is_number(x: Value) -> bool:
 def _not_a_term(name: str, value: Value) -> TrainError:
   what = "the loss" if name == "loss" else f"the metric {name!r}"
   return TrainError(
-    f"{what} must be a scalar or nxp.weighted(sum, count); the loss function returned {_shown(value)}.",
+    f"{what} must be a scalar or nxp.weighted(sum, count); the loss function returned {_show(value)}.",
     details="return loss or (loss, metrics); the sum of a metric may be an array, over one count or a count"
     " for each element",
     fix=_fix_of_metric(name, value) if name != "loss" else _fix_of_loss(value),
@@ -186,10 +186,10 @@ def _fix_of_loss(value: Value) -> str:
   return "loss.mean(), or nxp.weighted(loss.sum(), loss.size), which weights uneven batches exactly."
 
 
-def _shown(value: Value) -> str:
+def _show(value: Value) -> str:
   """The result in the user's terms: a tracer is an array."""
   if isinstance(value, tuple):
-    return f"({', '.join(map(_shown, value))})"
+    return f"({', '.join(map(_show, value))})"
   if hasattr(value, "shape") and hasattr(value, "dtype"):
     return format_array(value.dtype, value.shape)
   return "None" if value is None else with_article(type(value).__name__)
@@ -291,7 +291,7 @@ def diagnostics(
   return found
 
 
-def merged(metrics: Metrics, found: Metrics) -> Metrics:
+def merge(metrics: Metrics, found: Metrics) -> Metrics:
   """Both dicts of metrics; a `TrainError` if the loss function returned one of these names."""
   if taken := sorted(metrics.keys() & found.keys()):
     raise TrainError(

@@ -25,7 +25,7 @@ from nnx_parallel.core.jaxprs import (
   is_call_or_checkpoint,
 )
 from nnx_parallel.core.mesh import AnyMesh
-from nnx_parallel.core.picks import is_pick, picked
+from nnx_parallel.core.picks import is_pick, pick
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
@@ -57,10 +57,10 @@ def with_correct_convolutions(run: Callable[..., PyTree], mesh: AnyMesh | None) 
     >>> print(jax.jit(nxp.verify.with_correct_convolutions(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
     [40. 48. 40.]
   """
-  return mended(run, mesh, picks=False)
+  return mend(run, mesh, picks=False)
 
 
-def mended(run: Callable[..., PyTree], mesh: AnyMesh | None, *, picks: bool) -> Callable[..., PyTree]:
+def mend(run: Callable[..., PyTree], mesh: AnyMesh | None, *, picks: bool) -> Callable[..., PyTree]:
   """A program with its wrong operations corrected; with `picks`, elements of rows are read by comparisons."""
   if mesh is None or mesh.size == 1:
     return run
@@ -70,7 +70,7 @@ def mended(run: Callable[..., PyTree], mesh: AnyMesh | None, *, picks: bool) -> 
     return _is_faulty(eqn) or (compares and (_is_fourier(eqn) or is_pick(eqn)))
 
   def rule(eqn: JaxprEqn, inputs: list[Value], _: list[None]) -> object:
-    return DEFAULT if _is_opened(eqn) else (_changed(eqn, inputs, mesh, compares), [None] * len(eqn.outvars))
+    return DEFAULT if _is_opened(eqn) else (_mend_one(eqn, inputs, mesh, compares), [None] * len(eqn.outvars))
 
   def evaluate(traced: ClosedJaxpr, args: tuple[PyTree, ...]) -> Sequence[jax.Array]:
     leaves = jax.tree.leaves(args)
@@ -87,7 +87,7 @@ def _is_opened(eqn: JaxprEqn) -> bool:
   return is_walked(eqn) and (name in ("scan", "while", "cond") or is_call_or_checkpoint(eqn))
 
 
-def _changed(eqn: JaxprEqn, inputs: list[Value], mesh: AnyMesh, compares: bool) -> Sequence[Value]:
+def _mend_one(eqn: JaxprEqn, inputs: list[Value], mesh: AnyMesh, compares: bool) -> Sequence[Value]:
   """The results of an operation whose programs, if it has any, stay as they are."""
   if _is_faulty(eqn):
     return [_by_hand(eqn, mesh, *inputs)]
@@ -102,7 +102,7 @@ def _changed(eqn: JaxprEqn, inputs: list[Value], mesh: AnyMesh, compares: bool) 
       )
   if compares and _is_fourier(eqn):
     return [*map(_row_major, bind(eqn, [*map(_row_major, inputs)]))]
-  return picked(*inputs) if compares and is_pick(eqn) else bind(eqn, inputs)
+  return pick(*inputs) if compares and is_pick(eqn) else bind(eqn, inputs)
 
 
 def _is_fourier(eqn: JaxprEqn) -> bool:

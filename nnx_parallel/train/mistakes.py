@@ -33,14 +33,14 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
   gone = [label for label, array in zip(labels, arrays, strict=True) if is_deleted(array)]
   problem: NnxParallelError | None = None
   if _DELETED.search(str(error)):
-    problem = deleted(gone, len(labels)) if gone else _deleted_in(batch)
+    problem = deleted(gone, len(labels)) if gone else _find_deleted(batch)
   elif (
     isinstance(error, (TypeError, ValueError, OverflowError))
     and not isinstance(error, TrainError)
     and not gone
   ):
-    problem = _misplaced(labels, arrays, batch)
-    problem = problem or find_no_array(TrainError, "batch", batch) or _constrained_elsewhere(error)
+    problem = _find_misplaced(labels, arrays, batch)
+    problem = problem or find_no_array(TrainError, "batch", batch) or _find_constraint_elsewhere(error)
   if problem is not None:
     raise problem from error
   if gone:
@@ -50,7 +50,7 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
     )
 
 
-def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> TrainError | None:
+def _find_misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> TrainError | None:
   """The error for an array on other devices than the model, if there is one."""
   meshes = [x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
   if not meshes:
@@ -76,7 +76,7 @@ def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree)
   return None
 
 
-def _constrained_elsewhere(error: BaseException) -> TrainError | None:
+def _find_constraint_elsewhere(error: BaseException) -> TrainError | None:
   """The error for a sharding inside the program that is on other devices than its arguments."""
   said = str(error)
   if "incompatible devices" not in said or " inside jit " not in said:
@@ -90,7 +90,7 @@ def _constrained_elsewhere(error: BaseException) -> TrainError | None:
   )
 
 
-def _deleted_in(batch: PyTree) -> TrainError | None:
+def _find_deleted(batch: PyTree) -> TrainError | None:
   for name, leaf in named_leaves(batch):
     if is_deleted(leaf):
       return TrainError(

@@ -23,12 +23,12 @@ from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
 from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.train.axes import places_outside, states_shardings, with_types
+from nnx_parallel.train.axes import shardings_outside, states_shardings, with_types
 from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides, examples_over
+from nnx_parallel.train.gradients import StepLayout, batch_axes_of, check_divides, examples_over
 from nnx_parallel.train.loss_call import call_loss, check_reads
 from nnx_parallel.train.losses import Metrics, check_examples, means, pairs
-from nnx_parallel.train.mend import mended
+from nnx_parallel.train.mend import mend
 from nnx_parallel.train.options import StepOptions, is_scattered
 from nnx_parallel.train.update import update
 
@@ -75,7 +75,7 @@ class Programs:
   def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Hashable, Placement | None]):
     self.options, self.trains = options, len(binding.names) > 1
     self.template = binding.template.blank()
-    self._outside = places_outside(binding)
+    self._outside = shardings_outside(binding)
     self.places = self._outside.on_auto_axes()
     self._tries = self.places is not self._outside
     self.variable_shardings = binding.variable_shardings
@@ -112,7 +112,7 @@ class Programs:
   def _jit(self, batch: PyTree) -> Any:
     layout = self.find_layout(batch)
     run = self._train(layout) if self.trains else functools.partial(self._evaluate, layout.gather)
-    program = self._typed(self.mend(run), batch)
+    program = self._add_types(self.mend(run), batch)
     options: dict[str, Any] = {"compiler_options": self.options.compiler_options}
     if self.trains:
       options |= {"donate_argnums": 0, "out_shardings": [*self.variable_shardings, None]}
@@ -138,7 +138,7 @@ class Programs:
     self._seen.append(now)
     return tuple(least)
 
-  def _typed(self, run: Callable[..., PyTree], batch: PyTree) -> Callable[..., PyTree]:
+  def _add_types(self, run: Callable[..., PyTree], batch: PyTree) -> Callable[..., PyTree]:
     """A program on the axes that were decided, with the types of the mesh for its arguments and results."""
     rows = PartitionSpec(batch_axes_of(batch))
 
@@ -153,7 +153,7 @@ class Programs:
 
     return with_types(run, self._outside, self.places, specs)
 
-  def _train(self, layout: Layout) -> Callable[[list[jax.Array], list[jax.Array], PyTree], list[PyTree]]:
+  def _train(self, layout: StepLayout) -> Callable[[list[jax.Array], list[jax.Array], PyTree], list[PyTree]]:
     def train_step(arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> list[PyTree]:
       objects = self.template.build(self.template.join(arrays, raw))
       with default_scope(self.places.scope), queries_over(self._positions()):
@@ -207,9 +207,9 @@ class Programs:
   def mend(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A program of these arrays with its wrong operations corrected."""
     split = any(where is not None and axes_in(where.spec) for where in self.places.shardings)
-    return mended(run, self.places.mesh, picks=split)
+    return mend(run, self.places.mesh, picks=split)
 
-  def find_layout(self, batch: PyTree) -> Layout:
+  def find_layout(self, batch: PyTree) -> StepLayout:
     """The layout of each gradient, and what losses gather, for batches with the layout of this batch."""
     pairs = zip(self.template.paths, self._outside.shardings, strict=True)
     own = {path[1:]: sharding for path, sharding in pairs if path[0] == 0}
@@ -227,7 +227,9 @@ class Programs:
     over, positions = self._axes_of(batch, leaves.values()), self._over_positions()
     gather = Gather.of(leaves, over, self.places.mesh, positions)
     axes = batch_axes_of(batch)
-    return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes, gather)
+    return StepLayout(
+      self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes, gather
+    )
 
   def _axes_of(self, batch: PyTree, leaves: Iterable[NamedSharding | None]) -> tuple[str, ...]:
     """The mesh axes that split the examples; if the batch is on no mesh, the step says so."""

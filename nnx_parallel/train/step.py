@@ -43,10 +43,10 @@ from nnx_parallel.train.options import (
   takes_keyword,
 )
 from nnx_parallel.train.program import Compile, Programs, is_placed, logger
-from nnx_parallel.train.update import keyed, of_loss
+from nnx_parallel.train.update import by_key, of_loss
 from nnx_parallel.train.watch import Watch, objects_in
-from nnx_parallel.verify.check_gradients import DIRECTIONS, checked
-from nnx_parallel.verify.gradient_check import GradientCheck, merged
+from nnx_parallel.verify.check_gradients import DIRECTIONS, check_subject
+from nnx_parallel.verify.gradient_check import GradientCheck, merge_checks
 
 _ABSENT: Any = object()
 """Stands for an argument that was not given."""
@@ -113,7 +113,7 @@ class _Step:
     """
     self._bounds, self._programs = {}, {}
 
-  def _joined(self, batch: PyTree, more: Sequence[PyTree]) -> tuple[PyTree, ...]:
+  def _join(self, batch: PyTree, more: Sequence[PyTree]) -> tuple[PyTree, ...]:
     """One batch of the arrays that a call gave separately."""
     if not self._takes_several:  # once: a signature takes 10 us to read
       losses = self.options.loss_fn
@@ -191,7 +191,7 @@ class TrainStep(_Step):
         fix="metrics = step(model, optimizer, batch)",
       )
     if more:
-      batch = self._joined(batch, more)
+      batch = self._join(batch, more)
     bound = self._bind(model, optimizer, constants)
     with own_mesh(bound.mesh):
       batch = bound.place(batch)
@@ -298,7 +298,7 @@ class TrainStep(_Step):
       TrainError: as in a call.
     """
     bound = self._bind(model, optimizer, constants)
-    filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
+    filters = {key: item.wrt for key, item in by_key(model, optimizer).items()}
     losses = bound.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Hashable, GradientCheck] = {}
@@ -306,8 +306,8 @@ class TrainStep(_Step):
       for key, loss_fn in several.items():
         wrt = filters if key is None else {key: of_loss(key, filters)}
         subject = bound.subject(loss_fn, wrt, bound.place(batch))
-        found[key] = checked(subject, seed, directions, by_group=by_group)
-    return merged(found)
+        found[key] = check_subject(subject, seed, directions, by_group=by_group)
+    return merge_checks(found)
 
 
 class EvalStep(_Step):
@@ -334,7 +334,7 @@ class EvalStep(_Step):
       The metrics, on the devices: means, or pairs `(sum, count)` if the step was made with `pairs=True`.
     """
     if more:
-      batch = self._joined(batch, more)
+      batch = self._join(batch, more)
     bound = self._bind(model, constants=constants)
     with own_mesh(bound.mesh):
       batch = bound.place(batch)
@@ -624,7 +624,7 @@ def _check_objects(roots: Mapping[str, Model]) -> None:
           fix=f"{call}, in this order" + (", with an nnx.Optimizer." if name == "optimizer" else "."),
         )
   if "optimizer" in roots:
-    keyed(roots["model"], roots["optimizer"])
+    by_key(roots["model"], roots["optimizer"])
 
 
 def _warn_unplaced(arrays: list[AnyArray], batch: PyTree) -> None:

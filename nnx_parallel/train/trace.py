@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.interpret import forwarded
+from nnx_parallel.core.interpret import find_forwarded
 from nnx_parallel.core.jaxprs import as_function, equations, has_rule, inner_equations, reads_tracers, struct
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Model, Program, PyTree, TreeDef
@@ -121,7 +121,7 @@ class _Pure:
         # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
         inputs = [i for arrays in (train, rest) for i in arrays for _ in jax.tree.leaves(arrays[i])]
         results = jax.tree.structure(shape)
-        sources = jax.tree.unflatten(results, forwarded(trace))[1][1]
+        sources = jax.tree.unflatten(results, find_forwarded(trace))[1][1]
         changed = {i for i, n in sources.items() if n is None or inputs[n : n + 1] != [i]}
         found = self.known[types] = Written(trace, results, _kinds(terms, after), changed)
     trained = sorted(found.changed.intersection(train))
@@ -175,9 +175,9 @@ def differentiable(
       options = dataclasses.replace(options, layers=gpipe)
     elif pipeline.order != "gpipe":
       _check_unscaled(scale)
-    ungathered = chosen = _pipelined(by_layer, options, pure.used)
+    ungathered = chosen = _pipeline(by_layer, options, pure.used)
   return Differentiable(
-    objective=chosen if scale is None else _scaled(chosen),
+    objective=chosen if scale is None else _scale(chosen),
     train=train,
     rest=rest if scale is None else {**rest, SCALE: scale},
     template=template,
@@ -207,7 +207,7 @@ def _kinds(found: Terms, changed: Mapping[int, PyTree]) -> PyTree:
   return wanted["loss"], (means, jax.tree.map(lambda _: "same", dict(changed)), None)
 
 
-def _pipelined(objective: Objective, options: StepOptions, used: LayersUsed) -> Objective:
+def _pipeline(objective: Objective, options: StepOptions, used: LayersUsed) -> Objective:
   """The objective of the full batch, with its layers as a pipeline."""
 
   def pipelined(train: Arrays, rest: Arrays, batch: PyTree) -> PyTree:
@@ -235,7 +235,7 @@ def _check_unscaled(scale: jax.Array | None) -> None:
     )
 
 
-def _scaled(objective: Objective) -> Objective:
+def _scale(objective: Objective) -> Objective:
   """The objective times a scale, one of its arguments: a manual program closes over nothing."""
 
   def scaled(train: Arrays, rest: Arrays, part: PyTree) -> PyTree:

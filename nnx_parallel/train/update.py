@@ -19,8 +19,8 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
-from nnx_parallel.train.gradients import Layout, Total, in_microbatches, loss_of, whole_batch
-from nnx_parallel.train.loss_scale import common_scale, find_scale, rescaled, scaled_in_backward
+from nnx_parallel.train.gradients import StepLayout, Total, in_microbatches, loss_of, whole_batch
+from nnx_parallel.train.loss_scale import common_scale, find_scale, rescale, scale_in_backward
 from nnx_parallel.train.losses import (
   Metrics,
   check_examples,
@@ -28,7 +28,7 @@ from nnx_parallel.train.losses import (
   examples_in,
   mean,
   means,
-  merged,
+  merge,
   pairs,
 )
 from nnx_parallel.train.options import LossFn, StepOptions
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def update(
-  options: StepOptions, models: Model, optimizers: Optimizers, batch: PyTree, layout: Layout
+  options: StepOptions, models: Model, optimizers: Optimizers, batch: PyTree, layout: StepLayout
 ) -> tuple[Metrics, str, LayersUsed]:
   """Updates traced `models` and `optimizers` in place; several are in tuples or dicts with the same keys.
 
@@ -46,10 +46,10 @@ def update(
   """
   check_examples(batch)
   if not isinstance(options.loss_fn, Mapping):
-    return _update_once(options, options.loss_fn, models, keyed(models, optimizers), batch, layout)
+    return _update_once(options, options.loss_fn, models, by_key(models, optimizers), batch, layout)
   metrics: Metrics = {}
   how, layers = "", LayersUsed()
-  chosen = keyed(models, optimizers)
+  chosen = by_key(models, optimizers)
   for key, loss_fn in options.loss_fn.items():
     optimizer = of_loss(key, chosen)
     found, how, layers = _update_once(options, loss_fn, models, {key: optimizer}, batch, layout)
@@ -68,7 +68,7 @@ def of_loss(key: Hashable, optimizers: Mapping[Hashable, T]) -> T:
   return optimizers[key]
 
 
-def keyed(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
+def by_key(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
   """Optimizers by the key of the model that they train; None for a single model."""
   several = isinstance(models, (tuple, list, dict))
   many = isinstance(optimizers, (tuple, list, dict))
@@ -92,7 +92,7 @@ def keyed(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
 
 
 def gradients_of(
-  options: StepOptions, loss: Differentiable, batch: PyTree, layout: Layout
+  options: StepOptions, loss: Differentiable, batch: PyTree, layout: StepLayout
 ) -> tuple[Total, Arrays]:
   """The sums over the parts of a batch, and the gradient of the mean loss for each trained array.
 
@@ -103,7 +103,7 @@ def gradients_of(
     total = whole_batch(loss, batch, layout)
   else:
     total = in_microbatches(loss, batch, options.turns, layout, options.reduction)
-  return total, _scaled(total, loss.train)
+  return total, _scale(total, loss.train)
 
 
 def _update_once(
@@ -112,7 +112,7 @@ def _update_once(
   models: Model,
   optimizers: dict[Hashable, Optimizer],
   batch: PyTree,
-  layout: Layout,
+  layout: StepLayout,
 ) -> tuple[Metrics, str, LayersUsed]:
   scale = common_scale(optimizers.values())
   wrt = {key: optimizer.wrt for key, optimizer in optimizers.items()}
@@ -137,17 +137,17 @@ def _update_once(
   for key, optimizer in optimizers.items():
     places = trained_by(template, models, key, wrt[key])
     mine = [*places.values()]
-    own = rescaled([grads[i] for i in mine], optimizer, scale)
+    own = rescale([grads[i] for i in mine], optimizer, scale)
     leaves = [template.leaves[i].copy(grad) for i, grad in zip(mine, own, strict=True)]
     model = models if key is None else models[key]
 
     def value_fn(params: PyTree, mine: list[int] = mine) -> jax.Array:
       values = jax.tree.leaves(params)
       if scale is not None:
-        values = [scaled_in_backward(value, 1 / scale) for value in values]
+        values = [scale_in_backward(value, 1 / scale) for value in values]
       replaced = {**loss.train, **dict(zip(mine, values, strict=True))}
       value = loss_of(loss._replace(train=replaced), batch, options.turns)
-      return value if scale is None else scaled_in_backward(value, scale)
+      return value if scale is None else scale_in_backward(value, scale)
 
     factor = find_scale(optimizer)
     flat: Any = [*zip(places, leaves, strict=True)]
@@ -159,7 +159,7 @@ def _update_once(
     metrics = pairs(total.terms, batch, total.parts)
     examples = examples_in(batch)
     noted = {name: (value * examples, jnp.full_like(value, examples)) for name, value in noted.items()}
-  return merged(metrics, noted), total.how, loss.layers
+  return merge(metrics, noted), total.how, loss.layers
 
 
 def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
@@ -204,7 +204,7 @@ def _shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:
   return {plain_path(path): tuple(jnp.shape(leaf)) for path, leaf in flat}
 
 
-def _scaled(total: Total, train: Arrays) -> Arrays:
+def _scale(total: Total, train: Arrays) -> Arrays:
   if total.parts == 1:
     return total.grads
   count = total.terms.counts["loss"]

@@ -70,17 +70,17 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
 
   def init(params: PyTree) -> MastersState:
     masters = jax.tree.map(lambda x: widen(x) if is_low(x) else optax.MaskedNode(), params)
-    return MastersState(inner.init(_merged(masters, params)), masters)
+    return MastersState(inner.init(_merge(masters, params)), masters)
 
   def update(
     grads: PyTree, state: MastersState, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, MastersState]:
-    params = _needed(params, "with_masters")
-    full = _merged(state.masters, params)
+    params = _need(params, "with_masters")
+    full = _merge(state.masters, params)
     updates, inner_state = inner.update(jax.tree.map(widen, grads), state.inner, full, **extra)
     new = optax.apply_updates(full, updates)
     moved = jax.tree.map(lambda old, p, n: n if is_low(p) else old, updates, params, new)
-    updates = jax.tree.map(_rounded_update, moved, params)
+    updates = jax.tree.map(_round_update, moved, params)
     masters = jax.tree.map(
       lambda m, n: m if _is_masked(m) else n, state.masters, cast(Any, new), is_leaf=_is_masked
     )
@@ -126,7 +126,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
   def update(
     grads: PyTree, state: AverageState, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, AverageState]:
-    params = _needed(params, "with_ema")
+    params = _need(params, "with_ema")
     updates, inner_state = inner.update(grads, state.inner, params, **extra)
     new: PyTree = jax.tree.map(widen, optax.apply_updates(params, updates))
     return updates, AverageState(inner_state, optax.incremental_update(new, state.average, 1 - decay))
@@ -228,8 +228,8 @@ def skip_nonfinite(
     apply = finite if max_consecutive is None else finite | (count > max_consecutive)
     updates, new = inner.update(grads, state.inner_state, params, **extra)
     total = jnp.where(finite, state.total_notfinite, optax.safe_increment(state.total_notfinite))
-    after = optax.ApplyIfFiniteState(count, finite, total, chosen(apply, new, state.inner_state))
-    return chosen(apply, updates, jax.tree.map(jnp.zeros_like, updates)), after
+    after = optax.ApplyIfFiniteState(count, finite, total, choose(apply, new, state.inner_state))
+    return choose(apply, updates, jax.tree.map(jnp.zeros_like, updates)), after
 
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
@@ -240,7 +240,7 @@ def all_finite(tree: PyTree) -> jax.Array:
   return functools.reduce(jnp.logical_and, found, jnp.array(True))
 
 
-def chosen(first: jax.Array, a: PyTree, b: PyTree) -> PyTree:
+def choose(first: jax.Array, a: PyTree, b: PyTree) -> PyTree:
   """`a` where `first` is true, else `b`: array by array.
 
   `lax.cond` would hold both trees at once, and host-resident state could not be streamed.
@@ -252,18 +252,18 @@ def _is_masked(node: object) -> bool:
   return isinstance(node, optax.MaskedNode)
 
 
-def _merged(masters: PyTree, params: PyTree) -> PyTree:
+def _merge(masters: PyTree, params: PyTree) -> PyTree:
   return jax.tree.map(lambda m, p: p if _is_masked(m) else m, masters, params, is_leaf=_is_masked)
 
 
-def _rounded_update(moved: PyTree, param: PyTree) -> PyTree:
+def _round_update(moved: PyTree, param: PyTree) -> PyTree:
   """The float32 step from a parameter to its rounded master; other updates as they are."""
   if not is_low(param):
     return moved
   return moved.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
 
 
-def _needed(params: PyTree, name: str) -> Any:
+def _need(params: PyTree, name: str) -> Any:
   if params is None:
     raise TrainError(f"{name} needs the parameters.", fix="tx.update(grads, state, params)")
   return params

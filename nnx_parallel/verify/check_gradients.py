@@ -20,9 +20,9 @@ from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.gather import Gather
-from nnx_parallel.train.axes import places_of_loss
+from nnx_parallel.train.axes import shardings_of_loss
 from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.gradients import Layout, batch_axes_of
+from nnx_parallel.train.gradients import StepLayout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import objects_in
@@ -104,7 +104,7 @@ def check_gradients(
     )
   loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
   check_arrays(TrainError, "batch", batch)
-  return checked(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
+  return check_subject(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
 
 
 def coarsest_dtype(
@@ -124,11 +124,13 @@ def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.
     )
   binding, options = Binding({"model": model}), StepOptions(loss_fn)
   with own_mesh(binding.mesh):
-    places = places_of_loss(binding, loss_fn, batch, options)
-    batch = places.placed(batch)
+    places = shardings_of_loss(binding, loss_fn, batch, options)
+    batch = places.place(batch)
     pairs = zip(binding.template.paths, places.shardings, strict=True)
     reference = Gather.of({path[1:]: where for path, where in pairs}, batch_axes_of(batch), places.mesh)
-    return Subject(options, loss_fn, binding, batch, {None: wrt}, Layout(places.mesh, {}), places, reference)
+    return Subject(
+      options, loss_fn, binding, batch, {None: wrt}, StepLayout(places.mesh, {}), places, reference
+    )
 
 
 class Looks:
@@ -177,7 +179,7 @@ class Looks:
       return found
     if difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
       return dataclasses.replace(found, verdict="not decided", why="perhaps zero but for rounding")
-    return dataclasses.replace(found, verdict="wrong", why=_said(found))
+    return dataclasses.replace(found, verdict="wrong", why=_explain(found))
 
   def _slope(self, seed: np.uint32, factors: np.ndarray) -> float:
     if self.cannot:
@@ -187,7 +189,7 @@ class Looks:
     return float(slope)
 
 
-def checked(
+def check_subject(
   subject: Subject, seed: int = 0, directions: int | None = None, *, by_group: bool = False
 ) -> GradientCheck:
   """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
@@ -196,7 +198,7 @@ def checked(
     looks = Looks(subject, seed, directions)
     leaves = subject.leaves
     lost = _not_finite(leaves, looks.norms)  # the remaining leaves tell nothing then
-    found = lost or _looked(looks, by_group)
+    found = lost or _look(looks, by_group)
   wrong = [n for n, leaf in enumerate(leaves) if any(not x and x.leaves == leaf[:1] for x in found)]
   losses, verdict = {"with the gradient": looks.loss}, "not decided"
   if not math.isnan(looks.loss_forward):
@@ -226,7 +228,7 @@ def checked(
   )
 
 
-def _looked(looks: Looks, by_group: bool) -> list[GradientComparison]:
+def _look(looks: Looks, by_group: bool) -> list[GradientComparison]:
   leaves = looks.subject.leaves
   first = looks.look("all", range(len(leaves)))
   if first.verdict == "not decided" or (first and not by_group):
@@ -294,7 +296,7 @@ def _weights(norms: np.ndarray, floor: float) -> tuple[np.ndarray[Any, Any], np.
   return factors / (factors.max() or 1.0), sizes  # at most 1: nothing overflows in float16
 
 
-def _said(look: GradientComparison) -> str:
+def _explain(look: GradientComparison) -> str:
   if not any(look.reverse):
     return "the gradient is 0, and the derivative is not"
   factor = look.factor if len(look.leaves) == 1 else None

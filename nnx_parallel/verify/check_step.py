@@ -23,7 +23,7 @@ from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
 from nnx_parallel.train.step import bind_keywords
 from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest_dtype
-from nnx_parallel.verify.gradient_check import rounded
+from nnx_parallel.verify.gradient_check import format_difference
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
 # Rounding flips the sign of small elements, and Adam makes full steps of them: updates may differ by this.
@@ -97,7 +97,7 @@ class StepCheck(Shown):
         row.name,
         f"{row.first:.5g}",
         f"{row.second:.5g}",
-        rounded(row.difference),
+        format_difference(row.difference),
         row.note or ("same" if row else "different"),
       )
       for row in shown
@@ -187,7 +187,7 @@ def check_step(
   two = again(second[0], second[1], nxp.shard_batch(batch, other))
   names = sorted(one, key="loss".__ne__)
   metrics = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
-  leaves = _compared(plan, before, _values(first), _values(second), dtype)
+  leaves = _compare(plan, before, _values(first), _values(second), dtype)
   return StepCheck((_mesh(plan), _mesh(other)), metrics, tuple(leaves))
 
 
@@ -222,7 +222,7 @@ def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.stack([*norms, jnp.max(abs(a), initial=0.0)])
 
 
-def _compared(
+def _compare(
   plan: nxp.Plan,
   before: Mapping[_Key, jax.Array],
   first: Mapping[_Key, jax.Array],

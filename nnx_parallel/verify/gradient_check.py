@@ -125,7 +125,7 @@ class GradientCheck(Shown):
         str(len(look.leaves)),
         _number(look.reverse),
         _number(look.forward),
-        rounded(look.difference),
+        format_difference(look.difference),
         f"{look.verdict}: {look.why}" if look.why else look.verdict,
       )
       for look in self.comparisons
@@ -144,7 +144,7 @@ class GradientCheck(Shown):
     return "\n".join(lines)
 
 
-def merged(found: dict[Hashable, GradientCheck]) -> GradientCheck:
+def merge_checks(found: dict[Hashable, GradientCheck]) -> GradientCheck:
   """One result for several losses, by the key of their model; the leaves have it in their names.
 
   It has the coarsest tolerance: all are right to that.
@@ -168,7 +168,7 @@ def _number(values: tuple[float, ...]) -> str:
   return f"{values[0]:.4g}"
 
 
-def rounded(difference: float) -> str:
+def format_difference(difference: float) -> str:
   """Rounding errors differ from machine to machine: of a small difference, only the size is shown."""
   if not difference < 0.01:
     return f"{difference:.2g}"

@@ -13,31 +13,31 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.core.interpret import DEFAULT, rewritten
+from nnx_parallel.core.interpret import DEFAULT, rewrite
 from nnx_parallel.core.jaxprs import (
   as_function,
   bind,
   by_trace,
-  called,
   equations,
   has_reverse_rule,
   inner_equations,
-  opened,
+  open_jaxpr,
+  program_of,
 )
 from nnx_parallel.core.nodes import path_str
-from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.shards import pin
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Program, PyTree, Value
 from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.gather import Gather
-from nnx_parallel.train.axes import Places
+from nnx_parallel.train.axes import Shardings
 from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.gradients import Layout, slope_of
+from nnx_parallel.train.gradients import StepLayout, slope_of
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import means
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.trace import Arrays, Differentiable, differentiable
-from nnx_parallel.train.update import gradients_of, keyed
+from nnx_parallel.train.update import by_key, gradients_of
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09)
 
@@ -58,8 +58,8 @@ class Subject:
   binding: Binding
   batch: PyTree
   wrt: Mapping[Hashable, nnx.filterlib.Filter]
-  layout: Layout
-  places: Places
+  layout: StepLayout
+  places: Shardings
   reference: Gather | None
   mend: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] = lambda program: program
 
@@ -69,7 +69,7 @@ class Subject:
 
     They are not kept here: a step copies an array with another holder instead of donating it.
     """
-    return self.places.placed(self.binding.leaves())
+    return self.places.place(self.binding.leaves())
 
   @functools.cached_property
   def leaves(self) -> list[tuple[str, NamedSharding | None, AnyArray]]:
@@ -89,14 +89,13 @@ class Subject:
       with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays, self.layout.gather)
         total, found = gradients_of(self.options, loss, batch, self.layout)
-      grads = [pinned(g, where) for g, (_, where, _) in zip(found.values(), self.leaves, strict=True)]
+      grads = [pin(g, where) for g, (_, where, _) in zip(found.values(), self.leaves, strict=True)]
       norms = [jnp.sqrt(inner(g, jnp.conj(g))) for g in grads]
       products = [
-        [inner(g, pinned(signs(seed, n, g), self.leaves[n][1])) for n, g in enumerate(grads)]
-        for seed in seeds
+        [inner(g, pin(signs(seed, n, g), self.leaves[n][1])) for n, g in enumerate(grads)] for seed in seeds
       ]
       rows = jnp.stack([jnp.stack(row) for row in (norms, *products)])
-      return means(total.terms, total.parts)["loss"], _unscaled(rows, scale)
+      return means(total.terms, total.parts)["loss"], _unscale(rows, scale)
 
     return self._compiled(reverse)
 
@@ -110,10 +109,10 @@ class Subject:
         loss, scale = self._pieces(arrays, self.reference)
         tangents: Arrays = {}
         for n, (i, x) in enumerate(loss.train.items()):
-          tangents[i] = pinned(signs(seed, n, x) * factors[n].astype(x.dtype), self.leaves[n][1])
-        plain = _changed(without_own_rules, loss.objective) if self.rules else loss.objective
+          tangents[i] = pin(signs(seed, n, x) * factors[n].astype(x.dtype), self.leaves[n][1])
+        plain = _change(without_own_rules, loss.objective) if self.rules else loss.objective
         value, slope = slope_of(loss._replace(objective=plain), tangents, batch, parts)
-      return value, _unscaled(slope, scale)
+      return value, _unscale(slope, scale)
 
     return self._compiled(forward)
 
@@ -130,7 +129,7 @@ class Subject:
     models, *optimizers = self.binding.template.build(arrays)
     scale = None
     if optimizers:
-      chosen = keyed(models, *optimizers)
+      chosen = by_key(models, *optimizers)
       scale = common_scale(chosen[key] for key in self.wrt)
     return differentiable(self.options, self.loss_fn, models, self.wrt, scale, gather), scale
 
@@ -152,11 +151,11 @@ class Subject:
     return own_rules(self.trace)
 
 
-def _unscaled(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _unscale(x: jax.Array, scale: jax.Array | None) -> jax.Array:
   return x if scale is None else x / scale.astype(x.dtype)
 
 
-def _changed(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def _change(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """An objective whose trace is changed before it runs."""
   return by_trace(objective, lambda traced, args: as_function(change(traced))(*jax.tree.leaves(args)))
 
@@ -170,7 +169,7 @@ def own_rules(jaxpr: Program) -> dict[str, bool]:
   found: dict[str, bool] = {}
   for eqn in equations(jaxpr):
     if has_reverse_rule(eqn):
-      name = opened(called(eqn)).debug_info.func_name
+      name = open_jaxpr(program_of(eqn)).debug_info.func_name
       found[name] = found.get(name, False) or _is_kept(eqn)
   return found
 
@@ -186,10 +185,10 @@ def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if not has_reverse_rule(eqn):
       return DEFAULT
-    function = _at_its_word(eqn) if _is_kept(eqn) else as_function(without_own_rules(called(eqn)))
+    function = _at_its_word(eqn) if _is_kept(eqn) else as_function(without_own_rules(program_of(eqn)))
     return function(*inputs)
 
-  return rewritten(jaxpr, rule)
+  return rewrite(jaxpr, rule)
 
 
 def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
@@ -212,14 +211,14 @@ def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         raise NotImplementedError("rounding")
       return out, jax.linear_transpose(back, out)(tuple(tangents[n] for n in floats))[0]
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-      name = opened(called(eqn)).debug_info.func_name
+      name = open_jaxpr(program_of(eqn)).debug_info.func_name
       raise NotImplementedError(f"the reverse rule of {name}, which rounds, is not linear") from error
 
   return function
 
 
 def _is_kept(eqn: JaxprEqn) -> bool:
-  return opened(called(eqn)).debug_info.func_name != PIPELINE_RULE and rounds(eqn)
+  return open_jaxpr(program_of(eqn)).debug_info.func_name != PIPELINE_RULE and rounds(eqn)
 
 
 def rounds(eqn: JaxprEqn) -> bool:
@@ -250,13 +249,13 @@ def signs(seed: jax.Array, number: int, like: AnyArray) -> jax.Array:
   if jnp.issubdtype(like.dtype, jnp.complexfloating):
     part = jax.ShapeDtypeStruct(like.shape, jnp.finfo(like.dtype).dtype)
     return jax.lax.complex(signs(seed, 2 * number, part), signs(~seed, 2 * number + 1, part))
-  found = jnp.full(like.shape, _mixed(seed + jnp.uint32(number * _ODD[0] % 2**32)), jnp.uint32)
+  found = jnp.full(like.shape, _mix(seed + jnp.uint32(number * _ODD[0] % 2**32)), jnp.uint32)
   for dim in range(len(like.shape)):
     found += jax.lax.broadcasted_iota(jnp.uint32, like.shape, dim) * jnp.uint32(_ODD[dim % len(_ODD)])
-  return jnp.where(_mixed(_mixed(found)) >> 31 == 0, 1, -1).astype(like.dtype)
+  return jnp.where(_mix(_mix(found)) >> 31 == 0, 1, -1).astype(like.dtype)
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _mix(x: jax.Array) -> jax.Array:
   """The finalizer of MurmurHash3: each bit of the result depends on all bits of `x`."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -181,7 +181,7 @@ def test_the_rules_of_a_run_reach_its_loss(layered):
   mesh = nxp.make_mesh(data=4, tensor=2)
   texts = []
   for changes in ({}, {"width": ("tensor",)}):
-    plan = plan_recipe(recipe, mesh, options.changed_rules(recipe, changes))
+    plan = plan_recipe(recipe, mesh, options.change_rules(recipe, changes))
     run = start(recipe, plan)
     batch = nxp.shard_batch(next(iter(recipe.batches(0, split="train"))), plan)
     texts.append(run.step.lower(plan, batch=batch).as_text())

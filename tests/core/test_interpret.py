@@ -14,13 +14,13 @@ from nnx_parallel.core.interpret import (
   Facts,
   Interpreter,
   facts_of,
-  flattened,
-  forwarded,
+  find_forwarded,
+  inline_calls,
   interpret,
-  rewritten,
+  rewrite,
   without_copies,
 )
-from nnx_parallel.core.jaxprs import bind, called, equations
+from nnx_parallel.core.jaxprs import bind, equations, program_of
 from searches import programs
 
 X = jnp.linspace(0.1, 1.0, 8)
@@ -97,7 +97,7 @@ def random_kinds(seed, among, most=3):
 
 
 def walked(function, rule, *args):
-  return jax.jit(jax.extend.core.jaxpr_as_fun(rewritten(jax.make_jaxpr(function)(*args), rule)))(*args)[0]
+  return jax.jit(jax.extend.core.jaxpr_as_fun(rewrite(jax.make_jaxpr(function)(*args), rule)))(*args)[0]
 
 
 PROGRAMS = [
@@ -124,7 +124,7 @@ def test_a_random_model_and_its_gradient_are_walked_without_a_change(seed, as_us
   program = programs.draw(programs.SMALL + seed if seed % 2 else seed)
   params, batch = programs.values_of(program, seed)
   trace = jax.make_jaxpr(jax.value_and_grad(lambda p: programs.loss_of(program, p, batch)))(params)
-  again = rewritten(trace, lambda eqn, inputs: DEFAULT)
+  again = rewrite(trace, lambda eqn, inputs: DEFAULT)
   before, after = ([eqn.primitive.name for eqn in equations(t)] for t in (trace, again))
   assert after == before
   arrays = jax.tree.leaves(params)
@@ -148,7 +148,7 @@ def test_a_rule_holds_for_an_operation_wherever_it_is(kinds):
 
   trace = jax.make_jaxpr(nested(kinds))(X)
   before, after = (
-    [eqn.primitive.name for eqn in equations(jaxpr)] for jaxpr in (trace, rewritten(trace, rule))
+    [eqn.primitive.name for eqn in equations(jaxpr)] for jaxpr in (trace, rewrite(trace, rule))
   )
   assert before.count("sin") > 0
   assert after.count("tanh") == before.count("sin")
@@ -163,7 +163,7 @@ def test_the_results_of_a_rule_are_used():
 
 def test_calls_are_flattened_where_asked():
   trace = jax.make_jaxpr(lambda x: KINDS["jit"](functools.partial(KINDS["remat"], jnp.sin), x))(X)
-  flat = flattened(trace, lambda eqn: eqn.primitive.name in ("jit", "pjit"))
+  flat = inline_calls(trace, lambda eqn: eqn.primitive.name in ("jit", "pjit"))
   assert [eqn.primitive.name in ("jit", "pjit") for eqn in flat.eqns] == [False] * 2
   np.testing.assert_allclose(interpret(flat, [X])[0], interpret(trace, [X])[0])
 
@@ -174,7 +174,7 @@ def test_a_rule_may_give_its_own_kind_of_values():
   def rule(eqn, pairs):
     values, slopes = zip(*pairs, strict=True)
     if eqn.primitive.name in ("jit", "pjit"):
-      return interpret(called(eqn), pairs, rule, lambda x: (x, 0.0))
+      return interpret(program_of(eqn), pairs, rule, lambda x: (x, 0.0))
     (out,) = bind(eqn, values)
     if eqn.primitive.name == "sin":
       return [(out, jnp.cos(values[0]) * slopes[0])]
@@ -248,7 +248,7 @@ def returned(function, *args):
   ours = without_copies(trace)
   for x, y in zip(interpret(ours, args), interpret(trace, args), strict=True):
     np.testing.assert_allclose(x, y)
-  return forwarded(trace)
+  return find_forwarded(trace)
 
 
 def test_inputs_that_a_program_returns_are_found():

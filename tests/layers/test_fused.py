@@ -19,7 +19,7 @@ from nnx_parallel.attention import kernels, masks
 from nnx_parallel.attention.kernels import cudnn_attention
 from nnx_parallel.attention.softmaxes import NotFused
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.tiles import ordered
+from nnx_parallel.core.tiles import order
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 from training import run_steps
 
@@ -170,7 +170,7 @@ def test_the_rule_of_a_mask(name, length):
   jaxpr = jax.make_jaxpr(lambda: rule(jnp.arange(length)[:, None], jnp.arange(length)[None]))().jaxpr
   found = masks.seen_by(
     jaxpr,
-    [(jaxpr.outvars[0], ordered([("r", 0, 1), ("c", 1, 1)]), True)],
+    [(jaxpr.outvars[0], order([("r", 0, 1), ("c", 1, 1)]), True)],
     {"r": length, "c": length},
     "r",
     "c",

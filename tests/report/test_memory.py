@@ -15,7 +15,7 @@ from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError, TrainError
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.memory import memory_plan, stored
+from nnx_parallel.report.memory import find_stored, memory_plan
 from report.stack import BATCH, DEPTH, HIDDEN, PARAMS, RULES, WIDTH, init, loss, plan
 
 
@@ -145,9 +145,9 @@ def test_a_compiler_needs_no_less(axes, remat, microbatches):
 
 
 def kept_of(function, *shapes):
-  """Shapes and dtypes of what is stored for all results of a function."""
+  """Shapes and dtypes of what is find_stored for all results of a function."""
   body = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(s, t) for s, t in shapes)).jaxpr
-  return sorted(v.aval.str_short() for v in stored(body, body.outvars))
+  return sorted(v.aval.str_short() for v in find_stored(body, body.outvars))
 
 
 def test_an_elementwise_result_is_what_it_is_computed_from():

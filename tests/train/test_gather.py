@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.layout.gather import Gather
-from nnx_parallel.train.mend import mended
+from nnx_parallel.train.mend import mend
 from training import run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
@@ -87,7 +87,7 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
   where = NamedSharding(mesh, jax.P("fsdp"))
   arrays = [jax.device_put(jnp.ones(2), where)]
   batch = jax.device_put((logits, targets), where)
-  changed = jax.jit(mended(run, mesh, picks=True))
+  changed = jax.jit(mend(run, mesh, picks=True))
   text = changed.lower(arrays, batch).as_text()
   assert "stablehlo.gather" not in text
   assert "stablehlo.scatter" not in text
