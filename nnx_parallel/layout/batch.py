@@ -23,10 +23,9 @@ AXES = ("replica", "data", "dp", "fsdp")
 
 
 def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-  """The mesh axes that shard dim 0 of the inputs, major to minor.
+  """The mesh axes that shard dim 0 of the inputs, major to minor; None if neither rules nor mesh decide it.
 
-  `()` for a replicated batch, None if neither rules nor mesh decide it. Where `InputRules` split dim 0
-  differently for different ranks, the longest split.
+  Where `InputRules` split dim 0 differently for different ranks, the longest split.
   """
   logical = _with_conventional(rules, mesh)
   first: list[Entry] = ["batch"]
@@ -78,11 +77,7 @@ def check_split(
   mine: tuple[int, ...],
   counts: tuple[int, ...],
 ) -> None:
-  """Refuses an input that its shards cannot split evenly, with the next sizes that work.
-
-  The shape is that of this process's part; `mine` has the number of shards of each dim on this process, and
-  `counts` in total.
-  """
+  """Refuses an input that its shards cannot split evenly: `mine` on this process, `counts` in total."""
   if shape and not shape[0]:
     raise ShardingError(
       f"{name} has no examples.", details=f"shape {shape}", fix="leave empty batches out of the source."

@@ -159,8 +159,7 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
   """The scope of the plans that Variables were made from; None without a plan.
 
-  The plans may have different rules. A `TrainError` if they do not agree on the mesh, or on the axes of the
-  batch or of the positions.
+  The plans may have different rules, but not (`TrainError`) other meshes, axes of the batch or of positions.
   """
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
   scopes = dict.fromkeys(scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None)

@@ -171,11 +171,7 @@ def _check_mesh(leaf: Leaf, where: str, given: Settings, error: ShardingError) -
 
 
 def _find_names(paths: tuple[Path, ...], leaf: Leaf, given: Settings) -> Named | None:
-  """The names from the metadata of a Variable, or from the first path rule that matches; None without.
-
-  A rule comes first if the metadata is shorter than the array, as in layers that `nnx.vmap` has stacked, and
-  the rule gives the same names to the last dims.
-  """
+  """The names from the metadata, or from the first path rule that matches or that completes them; or None."""
   where, logical = path_str(paths[0]), given.rules.logical
   own = names_of(leaf, where=where)
   short = own.short if own is not None else ()

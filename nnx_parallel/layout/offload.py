@@ -50,9 +50,7 @@ def stream(
 ) -> optax.GradientTransformationExtraArgs:
   """A transformation that also takes state in host memory: fetched, updated and put back, group by group.
 
-  Args:
-    tx: the optax transformation.
-    rows: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
+  `rows`: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
   """
   inner = accept_extra(tx)
 

@@ -87,13 +87,11 @@ def copies(shapes: Mapping[Path, Shape | None], parameters: Mapping[Path, Shape]
 def layout_after_parameter(
   parameter: LeafPlan, shape: tuple[int, ...]
 ) -> tuple[PartitionSpec, tuple[int, ...], str]:
-  """Gives an optimizer array the layout of its parameter.
+  """Gives an optimizer array the layout of its parameter: `(spec, padding, why)`.
 
   The same shape gets the same spec (moments). Additional leading dims are replicated (the history of L-BFGS).
   If the array has some of the parameter's dims, by size and in order, these keep their axes (the factored
   moments of Adafactor and SM3). Any other array is replicated.
-
-  Returns `(spec, padding, why)`.
   """
   own, extra = parameter.shape, len(shape) - len(parameter.shape)
   kept: Sequence[int | None] | None

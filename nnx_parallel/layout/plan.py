@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
 from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
 from nnx_parallel.core.text import as_html, format_array
@@ -38,7 +38,7 @@ from nnx_parallel.layout.show import audit, diff, json, picture, text
 from nnx_parallel.layout.show.audit import Audit, Trainable
 from nnx_parallel.layout.show.diff import PlanDiff
 from nnx_parallel.layout.table import PlanTable
-from nnx_parallel.layout.tracing import Abstract, trace_module, trace_optimizer
+from nnx_parallel.layout.tracing import Abstract
 
 R = TypeVar("R", default=Any)
 
@@ -48,8 +48,8 @@ class Plan(PlanTable, Generic[R]):
   """The layout of a model and its optimizer on a mesh. The function `nxp.plan` makes it.
 
   For type checkers, the class is generic in the objects that it creates: `Plan[Model]`, or
-  `Plan[tuple[Model, ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its
-  constructor can be printed and compared, but it cannot create a model.
+  `Plan[tuple[Model, ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON can be
+  printed and compared, but it cannot create a model.
 
   Attributes:
     mesh: the mesh that the specs refer to.
@@ -59,7 +59,7 @@ class Plan(PlanTable, Generic[R]):
     notes: remarks for the reader, for example about rules that matched nothing.
     zero: the ZeRO stage: 1 shards the optimizer state, and 2 also the gradients; 0 shards neither.
     layers: the layers of the model, one line of text for each group of equal layers.
-    init: the constructor that was planned; None if the plan was read from JSON without it.
+    init: the constructor that was planned; None if the plan was read from JSON.
     tx: the Optax transformation, or None if the plan has no optimizer.
     wrt: which Variables the optimizer trains.
     abstract: the graph definition and the abstract state of the model and of the optimizer; empty without
@@ -309,50 +309,19 @@ class Plan(PlanTable, Generic[R]):
 
   @classmethod
   @check_arguments(PlanError)
-  def from_json(
-    cls,
-    text: str,
-    *,
-    mesh: AnyMesh | None = None,
-    init: Callable[[], nnx.Module] | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    wrt: nnx.filterlib.Filter = nnx.Param,
-  ) -> Plan[R]:
-    """Reads a plan from JSON, to compare or print it or, with `init`, to create or restore a model from it.
+  def from_json(cls, text: str) -> Plan[R]:
+    """Reads a plan from JSON, to print it or to compare it with another plan.
 
     Args:
       text: the text that `to_json` wrote.
-      mesh: a mesh with the stored axes; None makes an abstract mesh.
-      init: the constructor. The module must have the Variables of the stored plan. They get the stored
-        layout, even if the rules have changed since. Without `init`, the plan can only be printed and
-        compared.
-      optimizer: the Optax transformation, if the stored plan has optimizer state.
-      wrt: which Variables the optimizer trains.
 
     Returns:
-      A plan with the stored layout.
+      A plan with the stored layout, on an abstract mesh. It cannot create a model.
 
     Raises:
-      PlanError: the text is not a plan in JSON, the mesh has other axes, or the module differs from the
-        stored module.
+      PlanError: the text is not a plan in JSON.
     """
-    stored = cls(**json.from_json(text, mesh), tx=optimizer, wrt=wrt)
-    if init is None and optimizer is not None:
-      raise no_constructor()
-    if init is None:
-      return stored
-    if optimizer is None and any(leaf.root == "optimizer" for leaf in stored.leaves):
-      raise PlanError(
-        "the stored plan has an optimizer, and optimizer= is missing.",
-        fix="Plan.from_json(text, mesh=mesh, init=init, optimizer=tx), with the tx of the plan.",
-      )
-    abstract: dict[Root, Abstract] = {"model": trace_module(init, stored.mesh).made}
-    if optimizer is not None:
-      abstract["optimizer"] = trace_optimizer(abstract["model"], optimizer, wrt).made
-    fix = "pass the init (and optimizer) that the plan was made for, or plan again."
-    arrays: dict[Root, Mapping[Path, AnyArray]] = {root: made.leaves for root, made in abstract.items()}
-    check_structure(stored.leaves, arrays, "the stored plan is for another module", fix)
-    return dataclasses.replace(stored, init=init, abstract=abstract)
+    return cls(**json.from_json(text))
 
   @functools.cached_property
   def abstract_model(self) -> Any:
@@ -407,10 +376,10 @@ _PLACEMENTS: weakref.WeakValueDictionary[Hashable, Placement] = weakref.WeakValu
 
 
 def no_constructor() -> PlanError:
-  """The error for a plan that was read from JSON without its constructor, and so cannot create."""
+  """The error for a plan that was read from JSON, without its constructor."""
   return PlanError(
-    "this plan was read from JSON without its constructor, so it cannot build a module.",
-    fix="Plan.from_json(text, mesh=mesh, init=init, optimizer=...)",
+    "this plan was read from JSON, without its constructor, so it cannot build a module.",
+    fix="nxp.plan(init, mesh, rules).",
   )
 
 

@@ -147,11 +147,7 @@ def placement_of(optimizer: Optimizer) -> Placement | None:
 def plain_update(
   optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]
 ) -> optax.Updates:
-  """Updates in place without constraining the result; state may be sharded differently from its parameter.
-
-  `extra` holds named arguments of the transformation. A function among them, which the transformation would
-  call, is an error with ZeRO on Explicit axes.
-  """
+  """Updates in place without constraining the result; state may be sharded differently from its parameter."""
   if _is_split_further(optimizer, model, grads):
     return _update_on_auto_axes(optimizer, model, grads, extra)
   return _update(optimizer, model, grads, extra)

@@ -337,8 +337,7 @@ def make_optimizer(
 ) -> ShardedOptimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
-  flax puts the full state of a parameter into one Variable, which may then hold a list of arrays (SM3) or no
-  array (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
+  flax puts the state of a parameter into one Variable: of several arrays (SM3) it becomes a list.
   """
 
   def is_variable(node: object) -> bool:

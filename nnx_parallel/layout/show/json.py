@@ -45,7 +45,7 @@ def to_json(plan: PlanTable) -> str:
   return json.dumps(head)[:-1] + f',\n"leaves": [\n  {leaves}\n]}}\n'
 
 
-def from_json(text: str, mesh: AnyMesh | None) -> dict[str, Any]:
+def from_json(text: str) -> dict[str, Any]:
   """Reads the text of `to_json`; see `Plan.from_json`. Returns the fields of a plan."""
   try:
     data = json.loads(text)
@@ -59,23 +59,15 @@ def from_json(text: str, mesh: AnyMesh | None) -> dict[str, Any]:
       fix="write it again with plan.to_json().",
     )
   try:
-    return _fields(_tuples(data), mesh)
+    return _fields(_tuples(data))
   except KeyError as error:
     raise PlanError(
       f"this JSON of a plan lacks {error}.", fix="write it again with plan.to_json(), and do not edit it."
     ) from error
 
 
-def _fields(stored: Any, mesh: AnyMesh | None) -> dict[str, Any]:
-  axes = dict(stored["mesh"]["axes"])
-  if mesh is None:
-    mesh = abstract_mesh(axes, explicit=stored["mesh"]["explicit"])
-  elif axis_sizes(mesh) != axes:
-    raise PlanError(
-      "the stored plan is for another mesh.",
-      details=f"stored {axes}, given {axis_sizes(mesh)}",
-      fix="pass a mesh of the stored shape, or plan again for the new one.",
-    )
+def _fields(stored: Any) -> dict[str, Any]:
+  mesh = abstract_mesh(stored["mesh"]["axes"], explicit=stored["mesh"]["explicit"])
   return {
     "mesh": mesh,
     "rules": _rules_from_json(stored["rules"]),

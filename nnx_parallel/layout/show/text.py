@@ -79,8 +79,7 @@ def _in_notebook() -> bool:
 def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
   """Groups equal leaves of repeated layers, as `(name with * for the parts that differ, leaves)`.
 
-  Leaves are equal if they agree in type, shape, dtype, spec, memory and reason, and their paths differ only
-  in list positions, in keys that are numbers, or in numbers at the end of a name (`blocks.0`, `layer_12`).
+  Their paths differ in list positions, keys that are numbers, or numbers at the end of a name (`layer_12`).
   """
   groups: dict[object, list[LeafPlan]] = {}
   for leaf in leaves:
