@@ -34,10 +34,7 @@ current_trace: Callable[[], object] = get_opaque_trace_state
 
 
 class Template:
-  """The structure of some modules, which rebuilds them around other arrays.
-
-  Args:
-    objects: a module, or a tuple or dict of modules and optimizers; live or abstract.
+  """The structure of some modules and optimizers, live or abstract, which rebuilds them around other arrays.
 
   Attributes:
     paths: the paths of the leaves, in order: Variables, and arrays outside of Variables.
@@ -129,10 +126,8 @@ def _blank(leaf: Leaf) -> Leaf:
 class Binding:
   """The Variables of live objects, in a fixed order, with their shardings pinned.
 
-  Args:
-    roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
-    planned: shardings by path in the template, for replaced layers.
-    move: whether arrays without a mesh are moved to the mesh of the other arrays, in the live Variables.
+  Names of `roots` start the paths in messages. `planned` are shardings of replaced layers. `move`: arrays
+  without a mesh are moved to the mesh of the others, in the live Variables.
 
   Attributes:
     labels: the dotted paths of all leaves.

@@ -36,14 +36,9 @@ News = tuple[str, ...] | None
 
 
 class Bound(Binding):
-  """Live objects and the programs of a step for them, which equal objects share.
+  """Live objects and the programs of a step for them, which equal objects share: `known`, by structure.
 
-  Args:
-    options: the options of the step.
-    roots: as for `Binding`.
-    reasons: why it was made.
-    known: the programs of the step, by structure; those of a new structure are added.
-    forget: called when one of the objects is garbage-collected, so that its arrays are not kept alive.
+  `forget` is called when one of the objects is garbage-collected, so that its arrays are not kept alive.
   """
 
   def __init__(

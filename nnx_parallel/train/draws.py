@@ -58,14 +58,8 @@ def draw_rows(
 ) -> Callable[..., PyTree]:
   """`run` for one replica's examples, with random numbers as one device draws them for all `parts` replicas.
 
-  The result is to be mapped by `jax.vmap` over the replicas, with axis name `REPLICA`.
-
-  Args:
-    run: a function of pytrees of arrays.
-    draws: its draws, noted for `times` times the examples of one replica.
-    times: see `draws`.
-    parts: the number of replicas.
-    sharding: of a dim of replicas, which is dim 0.
+  The result is to be mapped by `jax.vmap` over the replicas, with axis name `REPLICA`. The draws were noted
+  for `times` times the examples of one replica; `sharding` is of dim 0, a dim of replicas.
   """
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Any:

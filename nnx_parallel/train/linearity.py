@@ -92,19 +92,12 @@ class _Mixed(Exception):
 def factors(
   part: Program, whole: Program, parts: int, splits: Sequence[bool], wanted: Sequence[str]
 ) -> tuple[list[float], Draws, str]:
-  """How the results for a batch follow from the results for its parts.
+  """How the results for a batch follow from those for its parts, by closed jaxprs of one part, and of all.
 
-  Args:
-    part: the closed jaxpr of the program for one part.
-    whole: the closed jaxpr of the program for all parts at once.
-    parts: the number of parts.
-    splits: for each flat input, whether the parts split its dim 0; else all parts get the same.
-    wanted: for each flat result, `"mean"` of the parts' results, their `"sum"`, `"rows"`: the parts' results
-      concatenated, or `"same"`: a result that does not depend on the examples.
-
-  Returns:
-    For each result, the factor for the wanted combination; the random numbers for the examples; and why some
-    result does not follow, empty if all results do.
+  `splits`: for each flat input, whether the parts split its dim 0; else all get the same. `wanted`: for each
+  flat result, the `"mean"` or `"sum"` of the parts' results, their `"rows"`, one after the other, or the
+  `"same"`, whatever the examples. Returns the factor of each, the random numbers for the examples, and why
+  some result does not follow: empty if all do.
   """
   pair = _Pair(parts)
   found: list[float] = []

@@ -58,12 +58,7 @@ class Programs:
   """The programs of a step for all live objects of one structure; it holds no arrays.
 
   A program is a jitted `run(arrays, raw arrays, batch)`. That of a train step is donated the arrays, which
-  are its first results.
-
-  Args:
-    options: the options of the step.
-    binding: objects of this structure.
-    placements: where the plans of the optimizers put arrays, by the key of the model.
+  are its first results. `placements`: where the plans of the optimizers put arrays, by the key of the model.
 
   Attributes:
     places: of the leaves, in the programs.
