@@ -27,7 +27,7 @@ def test_the_newest_and_the_best_always_stay(losses, newest, every, mode):
   if every:
     keep = policies.AnyPreservationPolicy([policies.LatestN(newest), policies.EveryNSteps(every)])
   headers = {step: Header(step, float(step), {"loss": loss}) for step, loss in losses.items()}
-  kept = sorted(headers.keys() - Retention(keep, "loss", mode).expired(headers))
+  kept = sorted(headers.keys() - Retention(keep, "loss", mode).choose_expired(headers))
   assert set(sorted(headers)[-newest:]) <= set(kept)
   best = [loss for loss in losses.values() if loss == loss]
   if best:
