@@ -29,7 +29,7 @@ help:  ## this list
 demo: setup  ## the main job: plan, train, save, restore on other meshes, compare (2 minutes)
 	@$(bin)/python tools/demo.py
 
-test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (eight minutes)
+test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (five minutes)
 	@$(pytest) --first $(PYTEST_ARGS)
 
 explicit: setup  ## tests of layouts and training, one case of each, on meshes with Explicit axes (two minutes)
@@ -87,7 +87,7 @@ fuzz: setup  ## searches for programs that a step gets wrong: random models unde
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
 	@$(bin)/python -m searches.seams --seeds $(SEEDS)
 
-upgrades: setup  ## `make test` with each flag that JAX plans to turn on, and on pre-releases (eight minutes each)
+upgrades: setup  ## `make test` with each flag that JAX plans to turn on, and on pre-releases (five minutes each)
 	@failed=; for flag in $(UPGRADES); do \
 	  echo "== $$flag=1"; \
 	  env $$flag=1 $(pytest) -q --first $(PYTEST_ARGS) || failed="$$failed $$flag"; \

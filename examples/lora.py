@@ -42,7 +42,9 @@ def main():
   nxp.init_distributed()
   if args.folder is None:
     args.folder = "runs/tiny/theirs"
-    nxp.hosts.once_per_host(write_tiny_checkpoint)
+    if nxp.hosts.main_process():
+      write_tiny_checkpoint()
+    nxp.hosts.barrier("the tiny checkpoint")
   tokens = np.load(args.tokens, mmap_mode="r")
 
   def init():

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-QUIET = ("right", "refused", "skipped", "unfit")
+QUIET = ("right", "refused", "rounded", "skipped", "unfit")
 Result = dict[str, Any]
 
 
@@ -78,7 +78,9 @@ class Worker:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([self.search.__name__])
     self.connection, theirs = context.Pipe()
-    self.errors = pathlib.Path(tempfile.mkstemp(suffix=".err")[1])
+    opened, name = tempfile.mkstemp(suffix=".err")
+    os.close(opened)
+    self.errors = pathlib.Path(name)
     given = (theirs, self.search.__name__, self.given, self.errors)
     self.process = context.Process(target=work, args=given, daemon=True)
     self.process.start()

@@ -47,7 +47,7 @@ WRONG, SUSPICIOUS = 1e-3, 1e-4
 CLEAR = 1e-2  # a smaller program must be wrong by more than this
 NOISE, LOW, ROUNDED = 30, 50, 0.3
 PATIENCE = 120
-BAD = ("wrong",)  # what dies is the compiler's
+BAD = ("wrong", "BROKEN")  # what dies is the compiler's
 Step = Callable[[Arrays, Arrays], tuple[Any, Arrays]]
 
 
@@ -267,7 +267,8 @@ def check(case: Case, given: argparse.Namespace) -> driver.Result:
   off = {name: value for name, value in off.items() if value > NOISE * noise[name]}
   if is_half and off and max(off.values()) < ROUNDED:
     wide = [block | {"dtype": "float32"} if "dtype" in block else block for block in case.program["blocks"]]
-    return check(dataclasses.replace(case, program={**case.program, "blocks": wide}), given)
+    exact = check(dataclasses.replace(case, program={**case.program, "blocks": wide}), given)
+    return {"verdict": "rounded"} if exact["verdict"] == "right" else exact
   if not off:
     return {"verdict": "right"}
   first = {name: value for name, value in off.items() if not name.startswith("second")}

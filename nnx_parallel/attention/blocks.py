@@ -40,11 +40,11 @@ from nnx_parallel.core.jaxprs import (
   struct,
 )
 from nnx_parallel.core.tiles import (
+  BlockNumbers,
   DimName,
   Grid,
   Labels,
   Node,
-  Offsets,
   Tiles,
   Untiled,
   describe,
@@ -292,7 +292,7 @@ class _Program:
 
     return run
 
-  def largest(self, tiles: Sequence[jax.Array], places: Offsets) -> jax.Array:
+  def largest(self, tiles: Sequence[jax.Array], places: BlockNumbers) -> jax.Array:
     """The maxima of a tile's scores over its keys."""
     node, labels = self.ends[0]
     known = dict(zip(self.nodes, tiles, strict=True))
@@ -301,7 +301,7 @@ class _Program:
     return tile.max(self.match.largest.params["axes"]).transpose(self.match.turned)
 
   def weighed(
-    self, tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Offsets
+    self, tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: BlockNumbers
   ) -> tuple[jax.Array, jax.Array]:
     """The product of a tile's weights, and the sums of its exponentials."""
     match, (_, (scores, own), summed, weights) = self.match, self.ends

@@ -56,9 +56,9 @@ _AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the 
 
 @dataclasses.dataclass
 class Found:
-  """The attentions of a program: the rewrite ones, by why they use no kernel; and those as written.
+  """The attentions of a program: the rewritten ones, by why they use no kernel; and those as written.
 
-  `kept` are rewrite, but their weights are read elsewhere too; `reasons` are of what is no attention.
+  `kept` are rewritten, but their weights are read elsewhere too; `reasons` are of what is no attention.
   """
 
   taken: list[str | None] = dataclasses.field(default_factory=list[str | None])
@@ -72,7 +72,7 @@ class Found:
       getattr(self, field.name).extend(getattr(other, field.name))
 
   def line(self, way: Way) -> str:
-    """How many attentions were rewrite, out of how many, and why the rest were not."""
+    """How many attentions were rewritten, out of how many, and why the rest were not."""
     count = len(self.taken) + len(self.left)
     text = f"{way}: {len(self.taken)}{f' of {count}' if self.left else ''} found"
     if way.kernel is not None:
@@ -155,7 +155,7 @@ def way_of(attention: Attention) -> Way:
 
 
 def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple[Program, Found]]) -> Any:
-  """The program with its attention rewrite; equal layers share one. `found` receives what was found."""
+  """The program with its attention rewritten; equal layers share one. `found` receives what was found."""
   flat = inline_calls(jaxpr, is_opened)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)

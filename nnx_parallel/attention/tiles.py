@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import DimName, Grid, Labels, Offsets, fill, finite
+from nnx_parallel.core.tiles import BlockNumbers, DimName, Grid, Labels, fill, finite
 from nnx_parallel.core.types import AnyArray, PyTree
 
 
@@ -117,7 +117,7 @@ class Share:
       entries[:1] = [self.examples]
     return PartitionSpec(*entries)
 
-  def places(self, device: AnyArray, source: AnyArray, places: Offsets) -> Offsets:
+  def places(self, device: AnyArray, source: AnyArray, places: BlockNumbers) -> BlockNumbers:
     """The numbers of blocks in the global grid, for the keys of the device `source`."""
     counts = {
       name: self.grid.count(name) // self.size for name in (self.dim, self.moving) if name is not None
@@ -208,10 +208,10 @@ class TileAttention:
   result: Labels
   dtype: DTypeLike
   # `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count
-  largest: Callable[[Sequence[jax.Array], Offsets], jax.Array]
+  largest: Callable[[Sequence[jax.Array], BlockNumbers], jax.Array]
   # `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values, and the
   # sums of its exponentials over the keys, for the maxima and the sums of the rows
-  weighed: Callable[[Sequence[jax.Array], jax.Array, jax.Array, Offsets], tuple[jax.Array, jax.Array]]
+  weighed: Callable[[Sequence[jax.Array], jax.Array, jax.Array, BlockNumbers], tuple[jax.Array, jax.Array]]
   # `(array like row, shape) -> array` with the dims of a result of that shape
   spread: Callable[[jax.Array, Sequence[int]], jax.Array]
   # which tiles `[blocks of queries, blocks of keys]` a mask does not hide completely; None: all tiles
@@ -260,7 +260,7 @@ class TileAttention:
     """The result of a device, and the maxima and sums of its rows."""
     grid, carried = self.share.own, (self.row, self.row, self.result)
 
-    def tile(tiles: Sequence[jax.Array], state: PyTree, at: Offsets) -> PyTree:
+    def tile(tiles: Sequence[jax.Array], state: PyTree, at: BlockNumbers) -> PyTree:
       before, total, result = state
       # The result does not depend on the maximum, so that its derivative is left out.
       after = jnp.maximum(before, jax.lax.stop_gradient(self.largest(tiles, at)))
@@ -271,7 +271,7 @@ class TileAttention:
     def visit(hop: AnyArray, moving: Mapping[int, jax.Array], state: PyTree) -> PyTree:
       source = (device - hop) % self.share.size
 
-      def body(state: PyTree, given: Sequence[jax.Array], places: Offsets, at: Offsets) -> PyTree:
+      def body(state: PyTree, given: Sequence[jax.Array], places: BlockNumbers, at: BlockNumbers) -> PyTree:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         parts = tuple(grid.take(x, own, places) for x, own in zip(state, carried, strict=True))
         new = tile(tiles, parts, at)
@@ -328,7 +328,7 @@ class TileAttention:
     ]
 
     def gradients(
-      tiles: Sequence[jax.Array], of_rows: Sequence[jax.Array], places: Offsets, at: Offsets
+      tiles: Sequence[jax.Array], of_rows: Sequence[jax.Array], places: BlockNumbers, at: BlockNumbers
     ) -> list[jax.Array]:
       top, total, *cotangents = of_rows
       pairs = zip(cotangents, (self.result, self.row), strict=True)
@@ -342,7 +342,7 @@ class TileAttention:
       if not is_first(hop):  # the gradients of a shard arrive while its share of this device is computed
         sums = [self.share.sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
-      def body(sums: PyTree, given: Sequence[jax.Array], places: Offsets, at: Offsets) -> PyTree:
+      def body(sums: PyTree, given: Sequence[jax.Array], places: BlockNumbers, at: BlockNumbers) -> PyTree:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         of_rows = [grid.take(x, own, places) for x, own in rows]
         before = [grid.take(x, own, places) for x, own in zip(sums, floats, strict=True)]

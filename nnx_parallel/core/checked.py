@@ -131,7 +131,7 @@ def warn(message: str) -> None:
 
 
 def _is_hidden(frame: types.FrameType) -> bool:
-  return frame.f_globals.get("__name__", "").split(".")[0] in _HIDDEN
+  return str(frame.f_globals.get("__name__")).split(".")[0] in _HIDDEN
 
 
 _HIDDEN = frozenset(("concurrent", "contextlib", "flax", "functools", "jax", "nnx_parallel", "threading"))

@@ -24,7 +24,7 @@ from nnx_parallel.core.types import Aval, Jaxpr, JaxprEqn, Var
 
 DimName: TypeAlias = Any
 """The name of a dim that is cut into blocks: any key of a dict."""
-Offsets: TypeAlias = Mapping[DimName, Any]
+BlockNumbers: TypeAlias = Mapping[DimName, Any]
 """For each named dim, the number of a block: an int, or an array in a loop."""
 Labels: TypeAlias = tuple[tuple[DimName, int, int], ...]
 """`(name of a dim, dim of an array, factor)`: the array's dim is factor x the named dim x the rest."""
@@ -77,7 +77,7 @@ class Grid:
     within = np.minimum(np.arange(self.count(name) // parts) * size, part - size)
     return (np.arange(parts)[:, None] * part + within).reshape(-1)
 
-  def fresh(self, tile: jax.Array, labels: Labels, places: Offsets, other: float = 0.0) -> jax.Array:
+  def fresh(self, tile: jax.Array, labels: Labels, places: BlockNumbers, other: float = 0.0) -> jax.Array:
     """A tile with another number at positions that an earlier tile has too."""
     for name, dim, factor in labels:
       if name in self.blocks and self.lengths[name] // self.parts.get(name, 1) % self.blocks[name]:
@@ -89,11 +89,11 @@ class Grid:
         tile = jax.lax.select(new, tile, jnp.full_like(tile, other))
     return tile
 
-  def indices(self, name: DimName, places: Offsets) -> jax.Array:
+  def indices(self, name: DimName, places: BlockNumbers) -> jax.Array:
     """Where the elements of a block are in the dim."""
     return self._start(name, places)[0] + jnp.arange(self.blocks[name])
 
-  def _start(self, name: DimName, places: Offsets) -> tuple[jax.Array, jax.Array]:
+  def _start(self, name: DimName, places: BlockNumbers) -> tuple[jax.Array, jax.Array]:
     """The start of a block, and the start of the positions that no earlier block has."""
     parts, size, place, ahead = self.parts.get(name, 1), self.blocks[name], places[name], 0
     length, count = self.lengths[name] // parts, self.count(name) // parts
@@ -117,7 +117,7 @@ class Grid:
         found[dim] = found[dim] // self.blocks[name] * self.lengths[name]
     return tuple(found)
 
-  def take(self, x: jax.Array, labels: Labels, places: Offsets) -> jax.Array:
+  def take(self, x: jax.Array, labels: Labels, places: BlockNumbers) -> jax.Array:
     """A tile of an array."""
     for name, dim, factor in labels:
       if name in self.blocks:
@@ -130,7 +130,7 @@ class Grid:
           x = part.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return x
 
-  def put(self, x: jax.Array, part: jax.Array, labels: Labels, places: Offsets) -> jax.Array:
+  def put(self, x: jax.Array, part: jax.Array, labels: Labels, places: BlockNumbers) -> jax.Array:
     """The array with a tile replaced."""
     sliced = [label for label in labels if label[0] in self.blocks]
     if not sliced:
@@ -188,7 +188,7 @@ class Tiles:
     """The operation that makes a value, or None."""
     return self._made.get(var)
 
-  def value(self, var: Var, labels: Labels, known: dict[Node, jax.Array], places: Offsets) -> jax.Array:
+  def value(self, var: Var, labels: Labels, known: dict[Node, jax.Array], places: BlockNumbers) -> jax.Array:
     """A tile of a value, from the tiles that are known, to which it is added."""
     if isinstance(var, core.Literal):
       return var.val
@@ -201,7 +201,7 @@ class Tiles:
     return known[var, labels]
 
   def _tile(
-    self, eqn: JaxprEqn, labels: Labels, inputs: list[jax.Array], places: Offsets
+    self, eqn: JaxprEqn, labels: Labels, inputs: list[jax.Array], places: BlockNumbers
   ) -> Sequence[jax.Array]:
     name = eqn.primitive.name
     shape = self.grid.shape(eqn.outvars[0].aval.shape, labels)

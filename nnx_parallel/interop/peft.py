@@ -116,18 +116,20 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
   """
   settings, arrays = _read_settings(Path(path)), read_tensors(path)
   layers = linear_layers(model)
-  found: dict[str, tuple[str, list[Tensor]]] = {}  # the name and both factors, by the path of the layer
+  pairs, used = dict[str, tuple[str, Tensor, Tensor]](), set[str]()
   for names in _names(Folder(base), layers):
     for layer, name in names.items():
       keys = [f"{_START}{name}.lora_{factor}.weight" for factor in "AB"]
-      if all(key in arrays for key in keys):
-        found[layer] = name, [arrays.pop(key) for key in keys]
-  if arrays:
+      if all(key in arrays for key in keys) and not used.intersection(keys):
+        pairs[layer] = (name, arrays[keys[0]], arrays[keys[1]])
+        used.update(keys)
+  if unknown := arrays.keys() - used:
     raise CheckpointError(
-      f"{path} has {len(arrays)} arrays that fit no linear layer of the {type(model).__name__}.",
-      details="\n".join(sorted(arrays)[:12]),
+      f"{path} has {len(unknown)} arrays that fit no linear layer of the {type(model).__name__}.",
+      details="\n".join(sorted(unknown)[:12]),
       fix="pass the base model of the adapter.",
     )
+  found = {layer: _factors(layer, layers[layer], *pair) for layer, pair in pairs.items()}
   present = [layer for layer, one in layers.items() if hasattr(one, "lora")]
   if present and {*present} != found.keys():
     raise CheckpointError(
@@ -136,21 +138,21 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
       f"only in the file: {few([x for x in found if x not in present]) or 'none'}",
       fix="pass a model without adapters, which gets them all; or use add_lora with the same targets.",
     )
-  for layer, (name, factors) in found.items():
-    one, rank = layers[layer], factors[0].shape[0]
-    scale = _scale(settings, name, rank)
+  for layer, factors in found.items():
+    one, rank = layers[layer], factors[0].shape[1]
+    scale = _scale(settings, pairs[layer][0], rank)
     if not present:
       adapt(layer, one, rank, scale, nnx.Rngs(0), factors[0].dtype)
     one.lora_scale = scale
-    for leaf, stored in zip((one.lora.lora_a, one.lora.lora_b), factors, strict=True):
-      if leaf.shape != stored.shape[::-1]:
+    for leaf, values in zip((one.lora.lora_a, one.lora.lora_b), factors, strict=True):
+      if leaf.shape != values.shape:
         raise CheckpointError(
-          f"the adapter of {name} does not fit {layer}: {stored.shape} of (outputs, inputs) in {path},"
-          f" {leaf.shape} of (inputs, outputs) in the model.",
-          fix=f"pass the base model that the adapter was trained beside, or add_lora(..., rank={rank}).",
+          f"the adapter of {layer} has rank {rank} in {path}, and another in the model.",
+          details=f"shapes {values.shape} and {leaf.shape}",
+          fix=f"add_lora(..., rank={rank}); or pass a model without adapters, which gets them all.",
         )
       where = value_of(leaf).sharding if present else _replicated(one.kernel)
-      leaf.set_raw_value(_place(stored[()].T, value_of(leaf), where))
+      leaf.set_raw_value(_placed(values, value_of(leaf), where))
   return [*found]
 
 
@@ -215,6 +217,20 @@ def _read_settings(folder: Path) -> dict[str, Any]:
   return found
 
 
+def _factors(path: str, layer: Any, name: str, a: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
+  """Both factors as they are here, (inputs, rank) and (rank, outputs)."""
+  first, second = a[()].T, b[()].T
+  kernel, inputs = layer.kernel.shape, np.prod(layer.in_features, dtype=int)
+  expected = (int(inputs), int(np.prod(kernel)) // int(inputs))
+  if (first.shape[0], second.shape[1]) != expected or first.shape[1] != second.shape[0]:
+    raise CheckpointError(
+      f"the adapter of {name} does not fit {path}.",
+      details=f"lora_A {a.shape}, lora_B {b.shape}; inputs and outputs of the layer {expected}",
+      fix="pass the base model that the adapter was trained beside.",
+    )
+  return first, second
+
+
 def _scale(settings: Mapping[str, Any], name: str, rank: int) -> float:
   alpha = settings.get("lora_alpha", 8)
   for pattern, other in (settings.get("alpha_pattern") or {}).items():
@@ -229,7 +245,7 @@ def _replicated(kernel: Any) -> Any:
   return jax.NamedSharding(where.mesh, jax.P()) if isinstance(where, jax.NamedSharding) else where
 
 
-def _place(values: np.ndarray, like: Any, where: Any) -> jax.Array:
+def _placed(values: np.ndarray, like: Any, where: Any) -> jax.Array:
   """Values in the dtype and the stored shape, which may be padded, of another array."""
   padded = np.zeros(like.shape, like.dtype)
   padded[: values.shape[0], : values.shape[1]] = values

@@ -505,5 +505,5 @@ def put(tree: PyTree, n: AnyArray, new: PyTree) -> PyTree:
 
 
 def swap(tree: PyTree) -> PyTree:
-  """The arrays with dims 0 and 1 swap."""
+  """The arrays with dims 0 and 1 swapped."""
   return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)

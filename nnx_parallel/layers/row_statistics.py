@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.jaxprs import bind, is_inexact
-from nnx_parallel.core.tiles import Node, Offsets, Tiles, fill, finite, tie
+from nnx_parallel.core.tiles import BlockNumbers, Node, Tiles, fill, finite, tie
 from nnx_parallel.core.types import JaxprEqn, PyTree, TreeDef
 
 COLUMNS = "columns"
@@ -187,7 +187,9 @@ class Statistics:
 
     return loss_in_chunks
 
-  def _take(self, known: dict[Node, jax.Array], places: Offsets) -> Iterator[tuple[Kind, list[jax.Array]]]:
+  def _take(
+    self, known: dict[Node, jax.Array], places: BlockNumbers
+  ) -> Iterator[tuple[Kind, list[jax.Array]]]:
     """Each kind, with the tiles that it takes."""
     for kind, wanted in zip(self.kinds, self.ends, strict=True):
       xs = [self.tiles.value(var, own, known, places) for var, own in wanted]
@@ -200,7 +202,7 @@ class Statistics:
   def _forward(self, *arrays: jax.Array) -> list[list[jax.Array]]:
     *given, row = tie([*arrays, self._blocks])
 
-    def body(state: list[list[jax.Array]], places: Offsets) -> tuple[list[list[jax.Array]], None]:
+    def body(state: list[list[jax.Array]], places: BlockNumbers) -> tuple[list[list[jax.Array]], None]:
       pairs = zip(self.leaves, given, strict=True)
       known = {node: self.tiles.grid.take(x, node[1], places) for node, x in pairs}
       taken = zip(self._take(known, places), state, strict=True)
@@ -244,7 +246,7 @@ class Statistics:
     return (*results, *[None] * len(rest))
 
   def _part(
-    self, form: TreeDef, places: Offsets, fixed: Sequence[jax.Array], *inputs: jax.Array
+    self, form: TreeDef, places: BlockNumbers, fixed: Sequence[jax.Array], *inputs: jax.Array
   ) -> list[jax.Array]:
     """The contribution of a chunk of columns to the statistics, given the statistics of all columns."""
     apart, count = self.apart, len(self.leaves) - self._floats

@@ -23,10 +23,7 @@ AXES = ("replica", "data", "dp", "fsdp")
 
 
 def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-  """The mesh axes that shard dim 0 of the inputs, major to minor; None if neither rules nor mesh decide it.
-
-  Where `InputRules` split dim 0 differently for different ranks, the longest split.
-  """
+  """The mesh axes that shard dim 0 of the inputs (of any rank: the most); None if nothing decides it."""
   logical = _with_conventional(rules, mesh)
   first: list[Entry] = ["batch"]
   if rules.inputs is not None:

@@ -14,6 +14,7 @@ from nnx_parallel.core.nodes import OTHER_KEYS, Names, iter_nodes, names_of, pat
 from nnx_parallel.core.text import few, list_lines
 from nnx_parallel.core.types import Leaf, Variable
 from nnx_parallel.errors import PlanError, ShardingError
+from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.decide import ROWS, Settings, matching_rule, nearest, tables, unknown_names
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.tracing import Abstract
@@ -22,11 +23,9 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
-  """Finds output projections with the names of the query's dims.
+  """Finds output projections with the query's names, which flax passes on unless they have their own.
 
-  The query's kernel is (embed, heads, head size) and the output's (heads, head size, embed); flax passes
-  `kernel_metadata` (and `bias_metadata`) on to the output unless the output has its own. Logical names are an
-  error; mesh axes are valid, though probably unintended, and give a note.
+  Logical names are an error; mesh axes are valid, though probably unintended, and give a note.
   """
   notes: list[str] = []
   for path, module in iter_nodes(model):
@@ -177,10 +176,13 @@ def check_use(
   rows = [*rows]
   named = {name for row in rows for name in axes_in(row.names or ())}
   splits = {name: {axis for option in rule for axis in option} for name, rule in rules.logical.items()}
-  ours = {"batch", "seq", *rules.optional}  # of inputs and activations, and of presets for many models
+  by_rank = {} if rules.inputs is None else rules.inputs.by_rank
+  # Names of inputs and activations, and of presets for many models.
+  ours = {"batch", "seq", *rules.optional}.union(*map(axes_in, by_rank.values()))
   unread = [name for name, axes in splits.items() if axes and name not in named | ours]
   notes = [f"no array of the model has these names, so their rules act on activations only: {few(unread)}"]
-  said = {*batch}.union(*splits.values(), *(axes_in(row.spec) for row in rows))
+  inputs = (axes_in(input_spec(rules, rank, mesh)) for rank in by_rank)
+  said = {*batch}.union(*splits.values(), *inputs, *(axes_in(row.spec) for row in rows))
   idle = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in said]
   work = f"no array and no rule uses {few(idle)}: these devices repeat the same work, unless an option of"
   return notes * bool(unread) + [f"{work} the step (pipeline=) or a layer uses them"] * bool(idle)

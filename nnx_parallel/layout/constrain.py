@@ -259,7 +259,7 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
 
 @dataclasses.dataclass(frozen=True)
 class ActiveMesh:
-  """Where arrays are computed."""
+  """The mesh and the rules that apply to some arrays, and the axes of the transforms around them."""
 
   mesh: AnyMesh | None  # the mesh, abstract if it is active; None for one device
   rules: LogicalRules  # the rules of the plan or of `use_rules`, or none

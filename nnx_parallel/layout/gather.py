@@ -146,6 +146,7 @@ class _Gather(Interpreter[Fact]):
     # Along the axes of an enclosing `jax.vmap`, its own rule places the arrays.
     self._axes = tuple(axis for axis in what.axes if axis not in manual_too(what.mesh))
     self._mesh, self._everywhere, self._positions = what.mesh, what.everywhere, what.positions
+    self._several = len(what.axes) > 1  # whether the examples are over several axes, of a `jax.vmap` too
     facts: Facts[Fact] = Facts(
       constant=lambda _: None,
       follow=_follow,
@@ -242,14 +243,14 @@ class _Gather(Interpreter[Fact]):
     """The result of a look-up, with the columns as the table has them if its rows are sharded."""
     (found,) = bind(eqn, [self._gather(x, fact) for x, fact in zip(inputs, facts, strict=True)])
     table, where = facts[0], dim_map(eqn)
-    if not _is_parameter(table) or where is None or len(self._axes) < 2:
+    if not _is_parameter(table) or where is None or not self._several:
       return found
     axes = [without(dim, frozenset(self._axes)) for dim in table]
     offsets = eqn.params["dimension_numbers"].offset_dims
     dims: dict[int, Any] = dict.fromkeys(range(found.ndim), FREE)
     pairs = [*zip(axes, where.operands[0], strict=True)]
     dims.update((to, own) for own, to in pairs if to is not None and to in offsets)
-    rows = [own for own, to in pairs if to not in offsets]
+    rows = [axis for own, to in pairs if to not in offsets for axis in own if self._mesh.shape[axis] > 1]
     return self._lay_out(found, dims, found.ndim) if any(rows) else found
 
   def _gather(self, x: jax.Array, fact: Fact) -> jax.Array:

@@ -112,8 +112,7 @@ def zero_axes(
 ) -> tuple[str, ...]:
   """The mesh axes, major to minor, over which a ZeRO stage splits the optimizer state; () for stage 0.
 
-  `axes` is the user's choice; None takes `batch`, the axes that split the batch. Axes that do not cross
-  slices give the hybrid form. Source: ZeRO, arXiv:1910.02054.
+  `axes` is the user's choice; None takes those of the batch. Source: ZeRO, arXiv:1910.02054.
   """
   if zero == 3:
     raise PlanError(

@@ -33,7 +33,7 @@ from nnx_parallel.layout.checks import (
   check_use,
 )
 from nnx_parallel.layout.constrain import scope_in_use
-from nnx_parallel.layout.decide import Settings, model_rows, optimizer_rows, split_further
+from nnx_parallel.layout.decide import Settings, model_rows, optimizer_rows, split_further, tables
 from nnx_parallel.layout.known_faults import check_convolutions, own_step_notes
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan
@@ -189,16 +189,13 @@ def plan_with_traces(
       sizes = ", ".join(f"{axis}={given.sizes[axis]}" for axis in axes)
       notes.append(f"zero splits nothing: {sizes}, and no optimizer state has a dim left for them")
   check_names((*rows, *state))
+  notes += _notes(traces, rows, batch, given) + without_effect
+  notes += check_use((*rows, *state), ruleset, batch or (), given.sizes)
   made = Plan(
     mesh=mesh,
     rules=ruleset,
     leaves=(*rows, *state),
-    notes=tuple(
-      notes
-      + _notes(traces, rows, batch, given)
-      + without_effect
-      + check_use((*rows, *state), ruleset, batch or (), given.sizes)
-    ),
+    notes=tuple(notes),
     layers=tuple(map(str, find_layers(model.node))),
     zero=zero,
     init=init,
@@ -283,7 +280,7 @@ def _notes(
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     check_convolutions(model.node, rows, given.rules, batch, sizes)
     notes += check_tables(model.node, rows, batch, sizes)
-    notes += own_step_notes(model.node, rows, batch, sizes)
+    notes += own_step_notes(model.node, rows, tables(model.node), batch, sizes)
   notes += _overridden({**placements(traces["model"]), **traces["model"].stated}, rows)
   if whole := why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")

@@ -250,10 +250,9 @@ def add_axes(
 ) -> Extended:
   """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state.
 
-  All axes go to the largest free dim that they divide. If they divide no free dim, they go to the dim with
-  the largest remaining size, behind its own axes. If all axes jointly divide no dim, the largest subset that
-  divides a dim is placed first, then the rest in the same way; `pad` pads a dim instead. `rows` is the dim
-  of a look-up table's rows, which is tried first, and `whole` are dims that are not split.
+  All axes go to the largest free dim that they divide, else to the dim with the largest remaining size,
+  behind its own axes. If they jointly divide no dim, the largest subset that divides one comes first; `pad`
+  pads a dim instead. `rows`, of a look-up table, is tried first, and dims in `whole` are not split.
   """
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
   added: list[tuple[Candidate, int]] = []

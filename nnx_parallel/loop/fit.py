@@ -175,12 +175,12 @@ def fit(
   resumed, saved = "", list[int]()
   if checkpointer is not None:
     saved = checkpointer.prepare(model, optimizer, only=only)
-    if plan is not None and jax.process_index() == 0:
-      (checkpointer.directory / "plan.json").write_text(plan.to_json())
     if resume is not None and (resume != "latest" or saved):
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
       run.at, resumed = start, f"resumed from step {start.step} of {checkpointer.directory}"
   _check(checkpointer, save_every or only or extra, resume, start, batches, saved)
+  if checkpointer is not None and plan is not None and jax.process_index() == 0:
+    (checkpointer.directory / "plan.json").write_text(plan.to_json())
   return run(resumed)
 
 

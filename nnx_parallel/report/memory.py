@@ -375,7 +375,7 @@ def _layouts(batch_axes: frozenset[str]) -> Facts[Flow]:
 def find_stored(jaxpr: Program, saved: Collection[Var]) -> list[Var]:
   """The variables that a program keeps to recover the saved variables, except inputs."""
   # Compilers fuse an elementwise operation into its reader and repeat it in the backward pass, where its
-  # sources, beside those kept anyway (operands of products), are no larger; see report_figures.md.
+  # sources, beside those kept anyway (operands of products), are no larger; see report_figures.json.
   body = open_jaxpr(jaxpr)
   sources = facts_of(jaxpr, [()] * len(body.invars), _SOURCES)
   read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}

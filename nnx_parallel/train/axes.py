@@ -40,7 +40,7 @@ class Shardings(NamedTuple):
   note: str = ""  # the axes that the program computes on, and why; empty on a mesh without Explicit axes
 
   def on_auto_axes(self) -> Shardings:
-    """The same places on Auto axes."""
+    """The same shardings on Auto axes."""
     if self.mesh is None or not is_explicit(self.mesh):
       return self
     scope = self.scope and self.scope.on_auto_axes()
@@ -73,7 +73,7 @@ class Shardings(NamedTuple):
 
 
 def shardings_of_loss(binding: Binding, loss_fn: LossFn, batch: PyTree, options: StepOptions) -> Shardings:
-  """The places in a program of a loss of these objects."""
+  """The shardings in a program of a loss of these objects."""
 
   def forward(arrays: list[jax.Array], batch: PyTree) -> PyTree:
     models = binding.template.build(arrays)[0]
@@ -83,12 +83,12 @@ def shardings_of_loss(binding: Binding, loss_fn: LossFn, batch: PyTree, options:
 
 
 def shardings_outside(binding: Binding) -> Shardings:
-  """The places of live objects."""
+  """The shardings of live objects."""
   return Shardings(binding.mesh, binding.shardings, binding.scope)
 
 
 def shardings_inside(outside: Shardings, run: Callable[..., PyTree], *args: Any) -> Shardings:
-  """The places in a program that calls `run(*args)`; it is traced to see whether it states shardings.
+  """The shardings in a program that calls `run(*args)`; it is traced to see whether it states shardings.
 
   The program raises all other errors too, and explains them.
   """

@@ -382,7 +382,7 @@ def _dual(fact: Fact) -> Fact:
 
 
 def _row(_: object, fact: Fact) -> Fact:
-  """A row of a scan, from all rows; `_stacked` is the inverse."""
+  """A row of a scan, from all rows; `_stack` is the inverse."""
   if fact.kind != "rows":
     return fact
   return dataclasses.replace(fact, dim=fact.dim - 1) if fact.dim else _fail()

@@ -32,7 +32,7 @@ MOMENTS = [
   (manifest, "write"),
   (storage, "make_tree_durable"),
   (storage, "make_durable"),
-  (storage, "_removed"),
+  (storage, "_try_remove"),
 ]
 
 

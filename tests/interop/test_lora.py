@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import jax
@@ -23,6 +24,7 @@ from nnx_parallel.interop import (
   merge_adapters,
   weight_map_of,
 )
+from nnx_parallel.interop.huggingface import TABLES
 from nnx_parallel.interop.safetensors import read_tensors
 
 REFERENCES = Path(__file__).parent / "references"
@@ -132,6 +134,16 @@ def test_an_adapter_computes_in_the_dtype_of_its_layer():
   add_lora(layer, "*", rank=2, rngs=nnx.Rngs(1))
   assert layer.lora.lora_a.dtype == jnp.float32
   assert layer(jnp.ones((2, 8), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_contracted_dims_that_are_not_last():
+  layer = nnx.LinearGeneral((3, 4), (5, 2), axis=(0, 2), rngs=nnx.Rngs(0))
+  base = nnx.clone(layer)
+  add_lora(layer, "*", rank=2, alpha=3.0, rngs=nnx.Rngs(1))
+  layer.lora.lora_b[...] = jax.random.normal(jax.random.key(0), (2, 10))
+  x = jax.random.normal(jax.random.key(1), (3, 7, 4))
+  merge_adapters(base, layer)
+  np.testing.assert_allclose(layer(x), base(x), atol=1e-5)
 
 
 def test_errors():
@@ -351,7 +363,7 @@ def test_adapters_that_do_not_fit_are_named(tmp_path):
     CheckpointError, match=r"1 arrays that fit no linear layer of the Decoder\.\n  base.*embedding_A"
   ):
     import_peft(peft_folder(tmp_path / "unknown", unknown), fresh(), theirs)
-  with pytest.raises(CheckpointError, match=r"q_proj does not fit layers.0.self_attn.q_proj: \(32, 2\) of"):
+  with pytest.raises(CheckpointError, match=r"q_proj does not fit .*\n  lora_A \(2, 64\), lora_B \(32, 2\)"):
     import_peft(peft_folder(tmp_path / "small", query(out=32)), fresh(), theirs)
   model = fresh()
   add_lora(model, "layers.*.self_attn.q_proj", rank=2, rngs=nnx.Rngs(1))
@@ -361,5 +373,16 @@ def test_adapters_that_do_not_fit_are_named(tmp_path):
     import_peft(peft_folder(tmp_path / "fewer", query()), model, theirs)
   model = fresh()
   add_lora(model, "layers.0.self_attn.q_proj", rank=4, rngs=nnx.Rngs(1))
-  with pytest.raises(CheckpointError, match=r"does not fit .*\n  Fix: .* or add_lora\(..., rank=2\)"):
+  with pytest.raises(CheckpointError, match=r"has rank 2 in .*\n.*\n  Fix: add_lora\(..., rank=2\)"):
     import_peft(peft_folder(tmp_path / "rank", query()), model, theirs)
+
+
+def test_the_tables_keep_the_order_of_inputs_and_outputs():
+  for table in tomllib.loads(TABLES.read_text()).values():
+    for _, path, *pattern in table["rules"]:
+      if path.endswith(".kernel") and pattern:
+        left, right = pattern[0].split(" -> ")
+        dims = [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\w+", left)]
+        if len(dims) == 2:  # not of a convolution
+          out, inputs = dims
+          assert right.split() == [*inputs, *out]

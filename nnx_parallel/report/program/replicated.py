@@ -81,7 +81,8 @@ class Batch:
   def is_whole(self, local: Dims, dims: Dims, dim: int) -> bool:
     """Whether a device has all examples of an array, which only the other axes split."""
     if math.prod(local) == math.prod(dims):
-      return True  # also where the compiler has merged dims
+      # Other dims are those of another array of the same line, unless the compiler has merged some.
+      return len(local) != len(dims) or sorted(local) == sorted(dims)
     if len(local) != len(dims) or local[dim] != dims[dim] or any(map(int.__gt__, local, dims)):
       return False
     return self.others % math.ceil(math.prod(dims) / math.prod(local)) == 0
