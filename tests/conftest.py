@@ -7,6 +7,7 @@ The environment is set before anything imports jax, because jax reads it once. O
 import functools
 import gc
 import hashlib
+import inspect
 import os
 import platform
 import signal
@@ -115,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
   if config.getoption("explicit"):
     from nnx_parallel.core.mesh import make_mesh  # here, since tests look at what an import does
 
-    make_mesh.__kwdefaults__["explicit"] = True
+    inspect.unwrap(make_mesh).__kwdefaults__["explicit"] = True
 
 
 def by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:

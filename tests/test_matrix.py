@@ -64,7 +64,7 @@ PIPELINES = {
 }
 REFUSED = {
   ("scan over layers", "remat"), ("scan over layers", "scan_layers"), ("shared layer", "scan_layers"),
-  ("statistics", "scan_layers"), ("dropout", "scan_layers"),
+  ("shared layer", "remat"), ("statistics", "scan_layers"), ("dropout", "scan_layers"),
 }  # fmt: skip
 """Features and options that a step refuses together."""
 
