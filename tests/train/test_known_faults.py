@@ -295,7 +295,7 @@ def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   table = lambda: nnx.Embed(32, 16, rngs=nnx.Rngs(0))
   batch = nxp.LogicalRules(batch=("tensor", "fsdp"))
   rows = nxp.plan(
-    table, nxp.make_mesh(data=2, fsdp=2, tensor=2), [batch, nxp.PathRules({"embedding": ("data",)})]
+    table, nxp.make_mesh(data=2, fsdp=2, tensor=2), [batch, nxp.PathRules({"embedding": ("data", None)})]
   )
   assert "data shards the rows of tables, beside examples over several axes" in rows.notes[0]
   for axes in ({"data": 2, "fsdp": 4}, {"fsdp": 8}, {"data": 2, "tensor": 4}):
