@@ -114,12 +114,14 @@ def shorten_traceback(function: F) -> F:
 
 
 def _frames_of_user(trace: types.TracebackType | None) -> types.TracebackType | None:
-  if trace is None:
-    return None
-  rest = _frames_of_user(trace.tb_next)
-  if _is_hidden(trace.tb_frame):
-    return rest
-  return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+  frames: list[types.TracebackType] = []  # not by recursion: the user's code may be as deep as Python allows
+  while trace is not None:
+    frames += [] if _is_hidden(trace.tb_frame) else [trace]
+    trace = trace.tb_next
+  kept: types.TracebackType | None = None
+  for at in reversed(frames):
+    kept = types.TracebackType(kept, at.tb_frame, at.tb_lasti, at.tb_lineno)
+  return kept
 
 
 def warn(message: str) -> None:

@@ -15,7 +15,7 @@ from nnx_parallel.core.text import few, list_lines
 from nnx_parallel.core.types import Leaf, Variable
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout.batch import input_spec
-from nnx_parallel.layout.decide import ROWS, Settings, matching_rule, nearest, tables, unknown_names
+from nnx_parallel.layout.decide import ROWS, Settings, matching_rule, nearest, unknown_names
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.tracing import Abstract
 from nnx_parallel.rules.paths import shifted
@@ -66,15 +66,10 @@ def _names(variable: Variable) -> Names | None:
   return tuple(names) if isinstance(names, (tuple, list, PartitionSpec)) else None
 
 
-def check_tables(
-  model: nnx.Module, leaves: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping[str, int]
-) -> list[str]:
+def check_tables(tables: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
   """Finds look-up tables that are split by columns over axes which split the batch too."""
   found: dict[str, list[str]] = {}
-  embeddings = tables(model)
-  for leaf in leaves:
-    if embeddings.isdisjoint((leaf.path, *leaf.aliases)):
-      continue
+  for leaf in tables:
     *front, rows, columns = map(axes_of, leaf.spec)
     both = tuple(axis for axis in columns if axis in batch and mesh[axis] > 1)
     if both:

@@ -251,7 +251,7 @@ class _Gather(Interpreter[Fact]):
     pairs = [*zip(axes, where.operands[0], strict=True)]
     dims.update((to, own) for own, to in pairs if to is not None and to in offsets)
     rows = [axis for own, to in pairs if to not in offsets for axis in own if self._mesh.shape[axis] > 1]
-    return self._lay_out(found, dims, found.ndim) if any(rows) else found
+    return self._lay_out(found, dims, found.ndim) if rows else found
 
   def _gather(self, x: jax.Array, fact: Fact) -> jax.Array:
     if not _is_parameter(fact) or not self._everywhere or not {*self._axes} & {*axes_in(fact)}:

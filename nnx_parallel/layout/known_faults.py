@@ -27,7 +27,7 @@ it right. The rule may go when the canary fails with every jax that pyproject.to
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax import nnx
 
@@ -79,8 +79,8 @@ def check_convolutions(
 
 def own_step_notes(
   model: nnx.Module,
-  leaves: Sequence[LeafPlan],
-  tables: Container[Path],
+  leaves: Iterable[LeafPlan],
+  tables: Iterable[LeafPlan],
   batch: Sequence[str],
   sizes: Mapping[str, int],
 ) -> list[str]:
@@ -95,8 +95,8 @@ def own_step_notes(
       f"{few(grouped)}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large"
       " on this mesh; train_step computes them right, a jit of your own does not"
     )
-  looked_up = {axis for leaf in leaves if leaf.path in tables for axis in axes_in(leaf.spec[-2:-1])}
-  rows = [axis for axis in others if axis in looked_up and sum(sizes[axis] > 1 for axis in batch) > 1]
+  split = {axis for leaf in tables for axis in axes_in(leaf.spec[-2:-1])}
+  rows = [axis for axis in others if axis in split and sum(sizes[axis] > 1 for axis in batch) > 1]
   why = f"{few(both)} shards parameters and examples, beside {few(others)}" if both and others else ""
   if why or rows:
     why = why or f"{few(rows)} shards the rows of tables, beside examples over several axes"

@@ -279,8 +279,10 @@ def _notes(
   notes: list[str] = []
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     check_convolutions(model.node, rows, given.rules, batch, sizes)
-    notes += check_tables(model.node, rows, batch, sizes)
-    notes += own_step_notes(model.node, rows, tables(model.node), batch, sizes)
+    paths = tables(model.node)  # tied weights may be looked up under an alias
+    looked_up = [row for row in rows if not paths.isdisjoint((row.path, *row.aliases))]
+    notes += check_tables(looked_up, batch, sizes)
+    notes += own_step_notes(model.node, rows, looked_up, batch, sizes)
   notes += _overridden({**placements(traces["model"]), **traces["model"].stated}, rows)
   if whole := why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")

@@ -47,3 +47,13 @@ def test_a_traceback_of_ours_has_the_frames_of_the_user(call, frames, filtering)
   ours = [module for _, module in names if module.startswith("nnx_parallel.")]
   assert [name for name, module in names if module == __name__][1:] == frames
   assert (not ours) == (filtering == "auto")
+
+
+def test_a_traceback_may_be_as_deep_as_python_allows():
+  def deep(left):
+    return nxp.make_mesh(data=-2) if left == 0 else deep(left - 1)
+
+  with pytest.raises(nxp.errors.MeshError) as caught:
+    nxp.plan(lambda: deep(600), nxp.make_mesh(data=8))
+  names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.tb)]
+  assert names.count("deep") == 601

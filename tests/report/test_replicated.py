@@ -47,7 +47,8 @@ def test_a_plain_model_has_none(name, mesh):
     nxp.train_step(loss, remat="full", scan_layers=True), plan, batch=batch
   ).replicated_activations
   if (name, mesh) == ("ConvNet", "tensor"):
-    assert {one.op.rpartition("/")[2] for one in found} == {"batch['x']", "conv_general_dilated"}
+    copies = {"batch['x']"} if jax.__version_info__ >= (0, 12) else set()  # without a name before
+    assert {one.op.rpartition("/")[2] for one in found} == {"conv_general_dilated", *copies}
     assert all(one.shape[one.batch_dim] == ROWS for one in found)
   else:
     assert found == ()

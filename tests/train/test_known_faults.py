@@ -292,12 +292,16 @@ def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   layer = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
   idle = nxp.plan(layer, nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.fsdp(min_size=0))
   assert idle.notes[0] == said
-  table = lambda: nnx.Embed(32, 16, rngs=nnx.Rngs(0))
-  batch = nxp.LogicalRules(batch=("tensor", "fsdp"))
-  rows = nxp.plan(
-    table, nxp.make_mesh(data=2, fsdp=2, tensor=2), [batch, nxp.PathRules({"embedding": ("data", None)})]
-  )
-  assert "data shards the rows of tables, beside examples over several axes" in rows.notes[0]
+
+  def tied() -> nnx.Module:
+    embed = nnx.Embed(32, 16, rngs=nnx.Rngs(0))
+    return nnx.Dict(a=nnx.Dict(kernel=embed.embedding), embed=embed)  # the plan names it by the first path
+
+  table = nxp.PathRules({"(.*kernel|.*embedding)": ("data", None)})
+  for make in (lambda: nnx.Embed(32, 16, rngs=nnx.Rngs(0)), tied):
+    batch = nxp.LogicalRules(batch=("tensor", "fsdp"))
+    rows = nxp.plan(make, nxp.make_mesh(data=2, fsdp=2, tensor=2), [batch, table])
+    assert "data shards the rows of tables, beside examples over several axes" in rows.notes[0]
   for axes in ({"data": 2, "fsdp": 4}, {"fsdp": 8}, {"data": 2, "tensor": 4}):
     assert not nxp.plan(layer, nxp.make_mesh(**axes), nxp.fsdp([*axes][-1], min_size=0)).notes
 

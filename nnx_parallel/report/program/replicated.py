@@ -14,6 +14,7 @@ gradients) are left out, and so are arrays with two dims of that length.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator
 
@@ -67,14 +68,17 @@ class Batch:
   others: int
   parameters: Collection[Dims]
 
+  @functools.cached_property
+  def _of_parameters(self) -> set[Dims]:
+    """The dims of parameters, sorted; layers may be stacked in the model, or by a scan."""
+    return {tuple(sorted(shape)) for one in self.parameters for shape in (one, one[1:])}
+
   def dim_of(self, dims: Dims) -> int | None:
     """The dim of the examples of an activation of these global dims; None for other arrays."""
     if dims.count(self.examples) != 1:
       return None
-    # Layers may be stacked in the model, or by a scan.
-    known = {tuple(sorted(shape)) for one in self.parameters for shape in (one, one[1:])}
     parts = (dims,) if dims[0] == self.examples else (dims, dims[1:])
-    if any(tuple(sorted(part)) in known for part in parts):
+    if any(tuple(sorted(part)) in self._of_parameters for part in parts):
       return None
     return dims.index(self.examples)
 
