@@ -28,11 +28,22 @@ QUIET = ("right", "refused", "rounded", "skipped", "unfit")
 Result = dict[str, Any]
 
 
+def seeds(text: str) -> range:
+  """Reads `FIRST:END`."""
+  try:
+    first, end = map(int, text.split(":"))
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:END, such as 0:100") from None
+  return range(first, end)
+
+
 def arguments(search: Any, words: list[str] | None = None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     description=search.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--seeds", default=getattr(search, "SEEDS", "0:1000000"), help="FIRST:END of the cases")
+  parser.add_argument(
+    "--seeds", type=seeds, default=getattr(search, "SEEDS", "0:1000000"), help="FIRST:END of the cases"
+  )
   parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so long")
   parser.add_argument("--workers", type=int, default=getattr(search, "WORKERS", 1), help="0: this process")
   parser.add_argument("--show", action="store_true", help="print every case, and raise what it raises")
@@ -140,8 +151,7 @@ def _last_words(errors: pathlib.Path) -> str:
 
 def results(search: Any, given: argparse.Namespace) -> Iterator[tuple[Any, Result]]:
   """Each case with its result as it comes, until the seeds or the time are used up."""
-  first, end = map(int, given.seeds.split(":"))
-  jobs = (job for seed in range(first, end) if (job := search.cases(seed, given)))
+  jobs = (job for seed in given.seeds if (job := search.cases(seed, given)))
   until = time.time() + 60 * given.minutes
   if not given.workers:
     for case in itertools.chain.from_iterable(jobs):

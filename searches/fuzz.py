@@ -52,13 +52,14 @@ Step = Callable[[Arrays, Arrays], tuple[Any, Arrays]]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument(
+  kind = parser.add_mutually_exclusive_group()
+  kind.add_argument(
     "--step",
     choices=("toolkit", "plain"),
     default="toolkit",
     help="nxp.train_step, or jax.jit of the loss and its gradients",
   )
-  parser.add_argument("--explicit", action="store_true", help="axes are Explicit; not with --step plain")
+  kind.add_argument("--explicit", action="store_true", help="nxp.train_step, on Explicit axes")
   parser.add_argument("--gspmd", action="store_true", help="without Shardy")
   parser.add_argument("--style", choices=("", *dict.fromkeys(programs.STYLES)), default="")
   parser.add_argument("--layouts", type=int, default=8, help="of each model")

@@ -4,12 +4,14 @@ The environment is set before anything imports jax, because jax reads it once. O
 `NXP_TEST_PLATFORM=cuda pytest tests/layers/test_cudnn.py` runs the tests that need one.
 """
 
+import argparse
 import functools
 import gc
 import hashlib
 import inspect
 import os
 import platform
+import re
 import signal
 from collections.abc import Callable, Generator, Iterable
 from importlib import metadata
@@ -107,7 +109,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   rest = "what `.ci/run` adds to `make test`: all that is not nightly and that --first leaves out"
   parser.addoption("--rest", action="store_true", help=rest)
   part = "K/N: the K-th of N shares of the files, of about equally many cases"
-  parser.addoption("--part", metavar="K/N", help=part)
+  parser.addoption("--part", metavar="K/N", type=read_part, help=part)
   explicit = "meshes have Explicit axes, as of jax.make_mesh, where a test does not say which"
   parser.addoption("--explicit", action="store_true", help=explicit)
 
@@ -141,9 +143,16 @@ def choose_first(items: list[pytest.Item]) -> set[pytest.Item]:
   return chosen
 
 
-def share(items: list[pytest.Item], part: str) -> set[pytest.Item]:
+def read_part(text: str) -> tuple[int, int]:
+  found = re.fullmatch(r"(\d+)/(\d+)", text)
+  if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N, such as 1/4")
+  return int(found[1]), int(found[2])
+
+
+def share(items: list[pytest.Item], part: tuple[int, int]) -> set[pytest.Item]:
   """The items of the files of one share; the fullest file goes to the emptiest share."""
-  number, count = map(int, part.split("/"))
+  number, count = part
   files: dict[Path, list[pytest.Item]] = {}
   for item in items:
     files.setdefault(item.path, []).append(item)

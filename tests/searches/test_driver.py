@@ -1,5 +1,6 @@
 """What the searches share: verdicts, workers that die, shrinking and the record."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -8,8 +9,9 @@ import types
 
 import pytest
 
+import conftest
 from benchmarks import harness
-from searches import driver
+from searches import driver, fuzz
 
 TOY = """
 import os
@@ -79,3 +81,35 @@ def test_the_searches_of_make_start_in_an_environment_that_has_only_the_package(
   command = [sys.executable, "-m", f"searches.{name}", "--help"]
   assert f"-m searches.{name} " in (harness.ROOT / "Makefile").read_text().replace("\n", " \n")
   subprocess.run(command, env=variables, cwd=harness.ROOT, check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+  ("search", "words", "said"),
+  [
+    (fuzz, ["--seeds", "x"], "argument --seeds: 'x' is not FIRST:END, such as 0:100"),
+    (fuzz, ["--seeds", "1"], "argument --seeds: '1' is not FIRST:END"),
+    (fuzz, ["--step", "plain", "--explicit"], "argument --explicit: not allowed with argument --step"),
+  ],
+)
+def test_words_that_mean_nothing_are_refused(search, words, said, capsys):
+  with pytest.raises(SystemExit):
+    driver.arguments(search, words)
+  assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "x", "1/0", "1"])
+def test_a_share_of_the_tests_that_is_none_is_refused(text):
+  with pytest.raises(argparse.ArgumentTypeError, match="is not K/N with K from 1 to N"):
+    conftest.read_part(text)
+
+
+class Item:
+  def __init__(self, path):
+    self.path = path
+
+
+def test_shares_have_each_file_once():
+  items = [Item(n % 7) for n in range(60)]
+  shares = [conftest.share(items, conftest.read_part(f"{k}/4")) for k in (1, 2, 3, 4)]
+  assert sorted(path for share in shares for path in {item.path for item in share}) == [*range(7)]
+  assert sum(map(len, shares)) == 60
