@@ -466,9 +466,9 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
     record.value(f"extra peak memory, {case}", round(share, 3), "of the state")
   record.notes.append(
     f"Load average {os.getloadavg()[0]:.0f} at the end. "
-    "Raw write and raw read are one stream and one file; Orbax has no compression and no checksums, but for "
-    "\"as it comes\" and the 3,000 arrays (its defaults). Ours writes by Orbax, with a checksum for each chunk, "
-    "which each restore compares; TensorStore computes it by a table, about half a second for each GB. "
+    "Raw write and raw read are one stream and one file. Orbax has no compression and no checksums, but "
+    "where it runs as it comes, and for the 3,000 arrays. Ours writes by Orbax, with a checksum for each "
+    "chunk, which each restore compares; TensorStore computes it by a table, half a second for a GB. "
     f"The byte budget of a restore is {(256 << 20) / cases.nbytes:.2f} of the state."
   )
   record.write()

@@ -43,7 +43,7 @@ KNOWN_FAULTS = (
   "grouped convolution", "split window", "swapped examples", "crossed gradient", "looked-up rows",
   "split kernel",
 )  # fmt: skip
-OWN_STEP = "XLA can make the gradients of a jit of your own wrong on this mesh"
+OWN_STEP = "in a step of your own, XLA can compute wrong gradients on this mesh"
 
 
 def check_convolutions(
@@ -93,15 +93,15 @@ def own_step_notes(
     factor = math.prod(sizes[axis] for axis in others)
     notes.append(
       f"{few(grouped)}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large"
-      " on this mesh; train_step computes them right, a jit of your own does not"
+      " on this mesh in a step of your own; nxp.train_step computes them right"
     )
   split = {axis for leaf in tables for axis in axes_in(leaf.spec[-2:-1])}
   rows = [axis for axis in others if axis in split and sum(sizes[axis] > 1 for axis in batch) > 1]
-  why = f"{few(both)} shards parameters and examples, beside {few(others)}" if both and others else ""
+  why = f"{few(both)} shards parameters and examples, {few(others)} no examples" if both and others else ""
   if why or rows:
-    why = why or f"{few(rows)} shards the rows of tables, beside examples over several axes"
-    mend = "differentiate nxp.parallel.gather_on_read(loss, model) there"
-    notes.append(f"{OWN_STEP} ({why}), but not in train_step; {mend}")
+    why = why or f"{few(rows)} shards the rows of tables, several axes shard the examples"
+    mend = "differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step does by itself"
+    notes.append(f"{OWN_STEP} ({why}): {mend}")
   return notes
 
 

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.damage import friendly_errors
 from nnx_parallel.checkpoint.targets import Only
 from nnx_parallel.core.checked import check_arguments, warn
 from nnx_parallel.core.types import AnyMetrics, Model, Optimizers, PyTree
@@ -180,7 +181,8 @@ def fit(
       run.at, resumed = start, f"resumed from step {start.step} of {checkpointer.directory}"
   _check(checkpointer, save_every or only or extra, resume, start, batches, saved)
   if checkpointer is not None and plan is not None and jax.process_index() == 0:
-    (checkpointer.directory / "plan.json").write_text(plan.to_json())
+    with friendly_errors("write plan.json", checkpointer.directory):
+      (checkpointer.directory / "plan.json").write_text(plan.to_json())
   return run(resumed)
 
 

@@ -52,8 +52,8 @@ total          50              25.7 KiB   7.695 KiB
 layers: 3 x Block at blocks.*
 note: embed.embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead of
   weights; split the rows: names (('tensor', 'fsdp'), None)
-note: XLA can make the gradients of a jit of your own wrong on this mesh (fsdp shards parameters and examples, beside
-  tensor), but not in train_step; differentiate nxp.parallel.gather_on_read(loss, model) there"""  # noqa: E501
+note: in a step of your own, XLA can compute wrong gradients on this mesh (fsdp shards parameters and examples, tensor
+  no examples): differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step does by itself"""  # noqa: E501
 
 
 @pytest.mark.auto_axes("what it expects is of Auto axes")

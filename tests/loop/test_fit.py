@@ -94,7 +94,11 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     assert of_losses(again) == {n: straight[n] for n in (4, 5, 6, 7)}
     assert checkpointer.steps() == [3, 4, 5, 6, 7]
     assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
-  assert not nxp.Plan.from_json((tmp_path / "plan.json").read_text()).diff(plan())
+    assert not nxp.Plan.from_json((tmp_path / "plan.json").read_text()).diff(plan())
+    (tmp_path / "plan.json").unlink()
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(nxp.errors.CheckpointError, match="cannot write plan.json in"):
+      fit(on=other, steps=8, checkpointer=checkpointer, resume="latest")
 
 
 @pytest.mark.cases(1)

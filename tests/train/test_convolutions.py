@@ -201,6 +201,6 @@ def test_the_plan_warns_those_who_compile_their_own_step() -> None:
 
   assert notes(data=2, model=4) == (
     "depthwise, grouped: grouped convolutions, whose kernel gradients XLA makes up to 4 times too large on"
-    " this mesh; train_step computes them right, a jit of your own does not",
+    " this mesh in a step of your own; nxp.train_step computes them right",
   )
   assert notes(data=8, model=1) == ()

@@ -285,8 +285,9 @@ def test_fsdp_leaves_the_taps_of_a_dilated_kernel_whole() -> None:
 def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   plan = on_three_axes(Normed)
   said = (
-    "XLA can make the gradients of a jit of your own wrong on this mesh (fsdp shards parameters and examples,"
-    " beside tensor), but not in train_step; differentiate nxp.parallel.gather_on_read(loss, model) there"
+    "in a step of your own, XLA can compute wrong gradients on this mesh (fsdp shards parameters and examples,"
+    " tensor no examples): differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step does by"
+    " itself"
   )
   assert plan.notes == (said,)
   layer = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -301,7 +302,7 @@ def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   for make in (lambda: nnx.Embed(32, 16, rngs=nnx.Rngs(0)), tied):
     batch = nxp.LogicalRules(batch=("tensor", "fsdp"))
     rows = nxp.plan(make, nxp.make_mesh(data=2, fsdp=2, tensor=2), [batch, table])
-    assert "data shards the rows of tables, beside examples over several axes" in rows.notes[0]
+    assert "data shards the rows of tables, several axes shard the examples" in rows.notes[0]
   for axes in ({"data": 2, "fsdp": 4}, {"fsdp": 8}, {"data": 2, "tensor": 4}):
     assert not nxp.plan(layer, nxp.make_mesh(**axes), nxp.fsdp([*axes][-1], min_size=0)).notes
 
