@@ -97,7 +97,7 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     assert not nxp.Plan.from_json((tmp_path / "plan.json").read_text()).diff(plan())
     (tmp_path / "plan.json").unlink()
     (tmp_path / "plan.json").mkdir()
-    with pytest.raises(nxp.errors.CheckpointError, match="cannot write plan.json in"):
+    with pytest.raises(nxp.errors.CheckpointError, match=r"cannot write plan\.json in"):
       fit(on=other, steps=8, checkpointer=checkpointer, resume="latest")
 
 

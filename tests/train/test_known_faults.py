@@ -285,8 +285,8 @@ def test_fsdp_leaves_the_taps_of_a_dilated_kernel_whole() -> None:
 def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   plan = on_three_axes(Normed)
   said = (
-    "in a step of your own, XLA can compute wrong gradients on this mesh (fsdp shards parameters and examples,"
-    " tensor no examples): differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step does by"
+    "in a step of your own, XLA can compute wrong gradients on this mesh (fsdp shards parameters and"
+    " examples, tensor no examples): differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step does by"
     " itself"
   )
   assert plan.notes == (said,)
