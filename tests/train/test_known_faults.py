@@ -286,8 +286,8 @@ def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   plan = on_three_axes(Normed)
   said = (
     "in a step of your own, XLA can compute wrong gradients on this mesh (fsdp shards parameters and"
-    " examples, tensor no examples): differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step"
-    " does by itself"
+    " examples, tensor no examples): differentiate nxp.parallel.gather_on_read(loss, model), as "
+    "nxp.train_step does by itself"
   )
   assert plan.notes == (said,)
   layer = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
