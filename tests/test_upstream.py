@@ -206,9 +206,9 @@ def test_old_tracers_have_a_sharding_that_can_be_replaced():
 
 
 def test_numpy_memory_that_is_not_aligned_is_copied():
-  """`checkpoint/array_io.py` (`_unshared_zeros`): what is shared cannot be donated."""
+  """`checkpoint/array_io.py` (`unshared_zeros`): what is shared cannot be donated."""
   for shape in ((), (3,), (64, 64)):
-    block = array_io._unshared_zeros(shape, np.dtype(np.float32))
+    block = array_io.unshared_zeros(shape, np.dtype(np.float32))
     made = jax.device_put(block, jax.devices()[1])
     assert block.ctypes.data % 64 == 32
     assert made.unsafe_buffer_pointer() != block.ctypes.data

@@ -238,10 +238,10 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
   """The memory of each distinct shard of this process, and the future of its read. Padding is zero."""
   reads: dict[Box, tuple[Any, Any]] = {}
   for index in _indices(target):
-    box = _box(index, target.shape)
+    box = box_of(index, target.shape)
     if box in reads:
       continue
-    block = _unshared_zeros([stop - start for start, stop in box], np.dtype(target.dtype))
+    block = unshared_zeros([stop - start for start, stop in box], np.dtype(target.dtype))
     cut = tuple(slice(min(a, size), min(b, size)) for (a, b), size in zip(box, store.shape, strict=True))
     stored = block[(*(slice(part.stop - part.start) for part in cut), ...)]  # the ellipsis keeps rank 0
     reads[box] = block, ts.array(stored).write(store[cut])
@@ -254,12 +254,12 @@ def _place(target: jax.ShapeDtypeStruct, reads: Mapping[Box, tuple[Any, Any]]) -
     read.result()
   shape = target.shape
   if target.sharding is None:
-    return reads[_box(None, shape)][0]
-  made = jax.make_array_from_callback(shape, target.sharding, lambda index: reads[_box(index, shape)][0])
+    return reads[box_of(None, shape)][0]
+  made = jax.make_array_from_callback(shape, target.sharding, lambda index: reads[box_of(index, shape)][0])
   return jax.block_until_ready(made)
 
 
-def _unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
   """Zeros that jax copies: a step cannot donate shared memory, which it would make at a multiple of 64."""
   size = math.prod(shape) * dtype.itemsize
   memory = np.zeros(size + 96, np.uint8)
@@ -269,7 +269,7 @@ def _unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[An
 
 def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
   """Bytes of the distinct shards of an array that this process has."""
-  shards = {_box(index, target.shape) for index in _indices(target)}
+  shards = {box_of(index, target.shape) for index in _indices(target)}
   shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
   return len(shards) * math.prod(shape) * target.dtype.itemsize
 
@@ -281,7 +281,7 @@ def _indices(target: jax.ShapeDtypeStruct) -> Iterable[tuple[slice, ...] | None]
   return target.sharding.addressable_devices_indices_map(target.shape).values()
 
 
-def _box(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
   """The start and stop along each dim of a shard."""
   parts = index or (slice(None),) * len(shape)
   return tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))

@@ -70,7 +70,7 @@ def fit(
   peak_flops: float | None = None,
   profile: tuple[int, int] | None = None,
   profile_dir: str | os.PathLike[str] = "profile",
-  nonfinite: Literal["error", "continue"] = "error",
+  nonfinite: Literal["error", "continue", "back"] = "error",
   check_gradients: bool = False,
   **unknown: Never,
 ) -> FitResult:
@@ -130,7 +130,12 @@ def fit(
     profile: a pair with the numbers of the first and the last step to trace for xprof.
     profile_dir: the folder of the trace.
     nonfinite: what to do if the loss is not finite, or if the parameters of a step that is to be saved are
-      not finite. `"error"` raises an error and does not save the step; `"continue"` trains on and saves it.
+      not finite. `"error"` raises an error and does not save the step; `"continue"` trains on and saves it;
+      `"back"` goes back to the last good state and trains on with the batches that follow. For that, each
+      process keeps one copy of its shards in host memory, made at the start, every 100 steps, and with each
+      evaluation and save; its size is printed. The record of the bad step says `back_to`, the step of the
+      copy. What the run does outside of the model and the optimizer, such as `trackers`, is not undone. The
+      fourth time from one copy is an error.
     check_gradients: whether to check before training, on the first batch, that the gradients of the step are
       the derivatives of its loss on this layout (see `TrainStep.check_gradients`). Wrong gradients are an
       error.

@@ -27,7 +27,7 @@ from nnx_parallel.core.checked import warn
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.processes import Exchange
-from nnx_parallel.core.text import not_counted, with_article
+from nnx_parallel.core.text import format_bytes, not_counted, with_article
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.create.relayout import on_auto_axes
 from nnx_parallel.errors import TrainError
@@ -37,6 +37,7 @@ from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.loop.early_stop import EarlyStop
+from nnx_parallel.loop.good_state import EVERY, GoodState
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepClock, StepProgress
 from nnx_parallel.loop.sums import MetricSums, is_scalar
@@ -50,6 +51,10 @@ Tracker = Callable[[int, Mapping[str, Any]], object]
 KEPT = 10_000  # records in memory, of about 1 KB each
 _END = object()
 _RESCUE_S = 10.0  # in which all processes come to save the last step after an error
+
+
+class _NotFiniteError(TrainError):
+  """What `nonfinite="back"` goes back from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Run:
   peak_flops: float | None = None
   profile: tuple[int, int] | None = None
   profile_dir: str | os.PathLike[str] = "profile"
-  nonfinite: Literal["error", "continue"] = "error"
+  nonfinite: Literal["error", "continue", "back"] = "error"
   check_gradients: bool = False
 
   def __post_init__(self) -> None:
@@ -127,6 +132,7 @@ class Run:
     self._late: Callable[[], None] | None = None  # reports the pending record
     self._before: Any = None  # the metrics of the step before
     self._is_bad = False  # the loss of a step was not finite
+    self._good: GoodState | None = None  # of `nonfinite="back"`
     self._start_window()
 
   @property
@@ -198,6 +204,8 @@ class Run:
       stack.push(self._fail)
       if resumed:
         self._shown.note(self.at.step, resumed)
+      if self.nonfinite == "back":
+        self._keep()
       self._clock.start()
       try:
         stopped = self._train(next_batch, stop)
@@ -230,7 +238,15 @@ class Run:
       self._prepare(number, batch)
       self._update(number, batch)
       evaluating, saving = (n is not None and number % n == 0 for n in (self.eval_every, self.save_every))
-      self._add(number, batch, flush=evaluating or saving)
+      due = evaluating or saving or number % EVERY == 0 or number == self.steps
+      keeping = due and self._good is not None
+      try:
+        self._add(number, batch, flush=evaluating or saving or keeping)
+        if keeping:
+          self._keep()
+      except _NotFiniteError as error:
+        self._go_back(error)
+        continue
       if stop.asked(number):
         return "signal"
       if evaluating:
@@ -270,6 +286,34 @@ class Run:
         " the same steps=.",
       )
     return batch
+
+  def _keep(self) -> None:
+    """Copies the state to host memory, to go back to; an error if it is not finite."""
+    _require_finite(saved_roots(self.model, self.optimizer), self.at.step)
+    first = self._good is None
+    self._good = GoodState.of(self.model, self.optimizer, self.at.step, self.at.stop)
+    if first:
+      size = format_bytes(self._good.nbytes)
+      text = f"the last good state takes {size} of host memory on each process, copied every {EVERY} steps"
+      self._shown.note(self.at.step, f"{text} and with each evaluation and save")
+    self._clock.start()
+
+  def _go_back(self, error: _NotFiniteError) -> None:
+    """Puts the last good state into the live objects; the data goes on. Or raises the error."""
+    if (good := self._good) is None:
+      raise error
+    if not good.may_return:
+      error.add_note(f"the run went back {good.times} times to step {good.step}")
+      raise error
+    good.put_back()
+    left_out, self.at.step, self.at.stop = self.at.step - good.step, good.step, dict(good.stop)
+    if self.early_stop is not None:
+      self.early_stop.best, self.early_stop.waited = good.stop.get("best"), good.stop.get("waited", 0)
+    self._is_bad = self._ended = False
+    self._metrics = self._before = self._late = None
+    self._start_window()
+    self._shown.note(good.step, f"went back to here, behind {left_out} batches: {error.what}")
+    self._clock.start()
 
   def _rescue(self, error: Exception) -> None:
     """Saves the last good step before an error goes on; says why if it cannot."""
@@ -360,10 +404,15 @@ class Run:
       late()
 
   def _report_all(self) -> None:
-    """Reports all steps so far."""
-    self._flush()
-    self._close_window(self.at.step)
-    self._flush()
+    """Reports all steps so far, and goes back if the last of them are not finite."""
+    try:
+      self._flush()
+      self._close_window(self.at.step)
+      self._flush()
+      if self._good is not None and self._good.step < self.at.step:
+        self._keep()
+    except _NotFiniteError as error:
+      self._go_back(error)
 
   def _fail(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     """After a failure, reports the step before it, if that did not fail too."""
@@ -379,10 +428,12 @@ class Run:
       values["mfu"] = mfu
     self._shown.update(number, values, compiled=compiled)
     fetched = to_host(arrays) if arrays and self.trackers else {}
+    self._is_bad = self.nonfinite != "continue" and not math.isfinite(values.get("loss", 0.0))
+    if self._is_bad and self._good is not None and self._good.may_return:
+      values["back_to"] = self._good.step
     self._record(number, values, fetched, last=self.evaluate is None)
-    if self.nonfinite == "error" and not math.isfinite(values.get("loss", 0.0)):
-      self._is_bad = True
-      raise TrainError(
+    if self._is_bad:
+      raise _NotFiniteError(
         f"the loss of step {number} is {values['loss']}: training further is of no use.",
         details=", ".join(f"{k} {v:.4g}" for k, v in values.items()),
         fix="a lower learning rate or clipped gradients in optimizer(); then resume from a checkpoint.",
@@ -429,7 +480,7 @@ class Run:
   def _save(self, *, finite: bool = False) -> None:
     if self.checkpointer is None or self._saved == self.at.step or self.at.step < self._first:
       return
-    if finite or self.nonfinite == "error":
+    if finite or self.nonfinite != "continue":
       _require_finite(saved_roots(self.model, self.optimizer, self.only), self.at.step)
     latest = [*itertools.islice(reversed(self._history), 2)][::-1]
     records = (record for record in latest if record["step"] == self.at.step)
@@ -503,7 +554,7 @@ def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> Non
       if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.inexact)
     }
   if bad := [name for name, sound in found.items() if not sound]:
-    raise TrainError(
+    raise _NotFiniteError(
       f"step {number} is not saved: {bad[0]} is not finite.",
       details=f"{len(bad)} of {len(found)} arrays hold a NaN or an infinity; the steps saved before are"
       " untouched",

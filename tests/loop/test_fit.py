@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import signal
 
 import jax
@@ -179,6 +180,52 @@ def test_a_loss_that_is_not_finite():
   assert len(fake([1.0, math.nan, 1.0], nonfinite="continue").history) == 3
   with pytest.raises(nxp.errors.TrainError, match=r"the loss of step 2 is nan"):
     fake([1.0, math.nan], steps=5)  # and not that the data ended
+
+
+@pytest.mark.parametrize("memory", [None, "pinned_host"])
+@pytest.mark.parametrize(
+  ("log_every", "bad", "used"),
+  [
+    (None, {4, 9}, [0, 1, 2, 6, 7, 8, 11, 12, 13]),  # a loss is read one step late
+    (3, {4, 8}, [0, 1, 2, 9, 10, 11, 12, 13, 14]),  # twice back to step 3
+  ],
+)
+def test_a_run_goes_back_behind_bad_batches(tmp_path, memory, log_every, bad, used, capsys):
+  """As a run that never sees them, bit for bit: dropout, donated arrays and host memory too."""
+  mesh, tx = nxp.make_mesh(data=4, fsdp=2), optax.adam(1e-2)
+  where = nxp.plan(
+    lambda: Net(nnx.Rngs(0)), mesh, nxp.fsdp(min_size=8), optimizer=tx, optimizer_memory=memory
+  )
+
+  def run(source, name, **options):
+    pair = nxp.create_sharded_model(where)
+    with nxp.Checkpointer(tmp_path / name) as checkpointer:
+      result = nxp.fit(
+        STEP, *pair, source, steps=9, plan=where, checkpointer=checkpointer, save_every=3,
+        log_every=log_every, **options,
+      )  # fmt: skip
+      return pair, result, checkpointer.restore_extra("data")["samples"] // 16
+
+  data = list(itertools.islice(endless(), 20))
+  with_bad = [batch * np.float32(math.nan if i in bad else 1) for i, batch in enumerate(data)]
+  got, result, consumed = run(lambda samples: with_bad[samples // 16 :], "bad", nonfinite="back")
+  said = capsys.readouterr().out
+  want, straight, _ = run(lambda samples: [data[i] for i in used], "good", progress=False)
+  assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), nnx.state(got), nnx.state(want))))
+  good = {r["step"]: r["loss"] for r in result.history if math.isfinite(r["loss"])}
+  assert good == {r["step"]: r["loss"] for r in straight.history}
+  assert [r["back_to"] for r in result.history if "back_to" in r] == ([3, 6] if log_every is None else [3, 3])
+  assert consumed - 9 == sum(map(int, re.findall(r"went back to here, behind (\d) batches", said)))
+  assert "of host memory on each process" in said
+  nxp.check_layout(got[0], where, optimizer=got[1])
+
+
+def test_a_run_does_not_go_back_for_ever():
+  with pytest.raises(nxp.errors.TrainError, match=r"the loss of step 1 is nan") as caught:
+    fit(itertools.repeat(np.full((16, 4), np.nan, np.float32)), nonfinite="back", on=placed(plan()))
+  assert caught.value.__notes__ == ["the run went back 3 times to step 0"]
+  result = fit([*itertools.islice(endless(), 2), np.full((16, 4), np.nan, np.float32)], nonfinite="back")
+  assert (result.step, result.stopped) == (0, "data")
 
 
 def test_a_damaged_step_is_passed_over_only_by_latest(tmp_path):
