@@ -5,7 +5,7 @@
 
 from etils import epy
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0rc1"
 
 # A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
 with epy.lazy_api_imports(globals()):

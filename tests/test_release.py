@@ -1,12 +1,17 @@
 """What `make release` asks of a release, before it builds anything."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "release.py"
+import nnx_parallel as nxp
+
+ROOT = Path(__file__).parents[1]
+TOOL = ROOT / "tools" / "release.py"
 
 
 @pytest.mark.parametrize(
@@ -30,3 +35,17 @@ def test_a_release_that_is_not_ready_says_what_is_missing(words, said):
   )
   assert done.returncode == 1
   assert all(one in done.stderr for one in said), done.stderr
+
+
+def test_the_version_stands_in_each_place():
+  version = nxp.__version__
+  assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+  assert re.search(rf"^## \[{re.escape(version)}\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+  found = re.search(
+    r"the version of the package\n +run: (.+)", (ROOT / ".github/workflows/release.yml").read_text()
+  )
+  for tag, code in ((f"v{version}", 0), (f"v{version}1", 1), (version.replace(".", "x"), 1)):
+    done = subprocess.run(
+      ["sh", "-c", found[1]], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, check=False
+    )
+    assert done.returncode == code, tag
