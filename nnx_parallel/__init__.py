@@ -35,6 +35,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.loop.fit import fit
   from nnx_parallel.loop.sums import evaluate
   from nnx_parallel.loop.task import Task, task
+  from nnx_parallel.optimizers.loss_scale import loss_scale_of, with_loss_scale
+  from nnx_parallel.optimizers.precision import Precision
+  from nnx_parallel.optimizers.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
   from nnx_parallel.report.compile_report import compile_report
   from nnx_parallel.report.memory import memory_plan
   from nnx_parallel.report.search import search
@@ -44,11 +47,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.rules.logical import LogicalRules
   from nnx_parallel.rules.paths import PathRules
   from nnx_parallel.rules.ruleset import RuleSet
-  from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.losses import weighted
-  from nnx_parallel.train.precision import Precision
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
-  from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
   from nnx_parallel.verify.check_gradients import check_gradients
   from nnx_parallel.verify.check_step import check_step
 

@@ -24,6 +24,7 @@ SECTIONS = {
   "create": "Create",
   "layers": "Layers",
   "train": "Train",
+  "optimizers": "Wrappers of optimizers",
   "verify": "Verify",
   "decode": "Generate",
   "loop": "The training loop",

@@ -35,7 +35,7 @@ IN_GUIDES = (
   "schemes.context",
   "schemes.experts",
   "schemes.vocabulary",
-  "train.loss_scale",
+  "optimizers.loss_scale",
 )
 """Modules with expensive examples, whose functions guides call too: CI runs the guides."""
 

@@ -23,7 +23,7 @@ ORDER = (
   {"infer"},
   {"create"},
   {"checkpoint"},
-  {"attention"},
+  {"attention", "optimizers"},
   {"layers"},
   {"train", "schemes", "decode", "verify"},
   {"interop", "hosts"},

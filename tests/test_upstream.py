@@ -500,7 +500,7 @@ def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):
 
 
 def test_optax_skips_only_updates_of_the_dtype_of_their_gradients():
-  """`skip_nonfinite` in `train/wrappers.py` could be `optax.apply_if_finite` if it took others."""
+  """`skip_nonfinite` in `optimizers/wrappers.py` could be `optax.apply_if_finite` if it took others."""
   params = {"w": jnp.ones(4, jnp.bfloat16)}
   tx = optax.apply_if_finite(optax.adam(1e-3, mu_dtype=jnp.float32), 5)
   with pytest.raises(TypeError, match="cond branches must have equal output types"):

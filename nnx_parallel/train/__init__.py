@@ -1,1 +1,1 @@
-"""Train and eval steps, optimizers, precision: everything between a loss function and an updated module."""
+"""Train and eval steps: everything between a loss function and an updated module."""

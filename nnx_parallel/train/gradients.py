@@ -21,9 +21,10 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.layout.gather import Gather
+from nnx_parallel.optimizers.wrappers import widen
 from nnx_parallel.train.draws import DRAWS, REPLICA, Draws, UnknownDraw, draw_rows
 from nnx_parallel.train.linearity import factors
-from nnx_parallel.train.losses import Terms, mean, widen
+from nnx_parallel.train.losses import Terms, mean
 from nnx_parallel.train.trace import Arrays, Differentiable, Objective, why_not_by_replica
 
 _SLOPE = 0

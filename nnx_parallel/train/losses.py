@@ -202,16 +202,6 @@ def wide(x: AnyArray) -> jax.Array:
   return x if kept else x.astype(jnp.float32)
 
 
-def is_low(array: AnyArray) -> bool:
-  """Whether it is floating with less than 32 bits: its updates and sums are better made in float32."""
-  return jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
-
-
-def widen(array: AnyArray) -> jax.Array:
-  """The array in at least float32."""
-  return array.astype(jnp.float32) if is_low(array) else array
-
-
 def mean(total: AnyArray, count: AnyArray) -> jax.Array:
   """`total / count`, and 0 where nothing was counted."""
   if count is None:

@@ -19,8 +19,8 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
+from nnx_parallel.optimizers.loss_scale import common_scale, find_scale, rescale, scale_in_backward
 from nnx_parallel.train.gradients import StepLayout, Total, in_microbatches, loss_of, whole_batch
-from nnx_parallel.train.loss_scale import common_scale, find_scale, rescale, scale_in_backward
 from nnx_parallel.train.losses import (
   Metrics,
   check_examples,

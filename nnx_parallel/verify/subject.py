@@ -30,10 +30,10 @@ from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Program, Py
 from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.gather import Gather
+from nnx_parallel.optimizers.loss_scale import common_scale
 from nnx_parallel.train.axes import Shardings
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import StepLayout, slope_of
-from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import means
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.trace import Arrays, Differentiable, differentiable

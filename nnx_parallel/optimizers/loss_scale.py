@@ -19,8 +19,7 @@ from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import Optimizer, PyTree
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.losses import widen
-from nnx_parallel.train.wrappers import MastersState, all_finite, choose
+from nnx_parallel.optimizers.wrappers import MastersState, all_finite, choose, widen
 
 _MINIMUM, _MAXIMUM = 1.0, 2.0**24
 

@@ -18,8 +18,8 @@ from nnx_parallel.core.checked import check_arguments, warn
 from nnx_parallel.core.nodes import path_str, value_of
 from nnx_parallel.core.types import Leaf, Model
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.loss_scale import with_loss_scale
-from nnx_parallel.train.wrappers import with_masters
+from nnx_parallel.optimizers.loss_scale import with_loss_scale
+from nnx_parallel.optimizers.wrappers import with_masters
 
 NORMS = (
   nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.SpectralNorm,

@@ -17,9 +17,8 @@ from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import parts_of_type, path_str, value_of, variables
-from nnx_parallel.core.types import PyTree
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.losses import is_low, widen
 
 
 class MastersState(NamedTuple):
@@ -267,3 +266,13 @@ def _need(params: PyTree, name: str) -> Any:
   if params is None:
     raise TrainError(f"{name} needs the parameters.", fix="tx.update(grads, state, params)")
   return params
+
+
+def is_low(array: AnyArray) -> bool:
+  """Whether it is floating with less than 32 bits: its updates and sums are better made in float32."""
+  return jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
+
+
+def widen(array: AnyArray) -> jax.Array:
+  """The array in at least float32."""
+  return array.astype(jnp.float32) if is_low(array) else array
