@@ -312,6 +312,7 @@ class Run:
     self._is_bad = self._ended = False
     self._metrics = self._before = self._late = None
     self._start_window()
+    self._tracing.close()  # a profile begins again with its first step
     self._shown.note(good.step, f"went back to here, behind {left_out} batches: {error.what}")
     self._clock.start()
 

@@ -220,6 +220,14 @@ def test_a_run_goes_back_behind_bad_batches(tmp_path, memory, log_every, bad, us
   nxp.check_layout(got[0], where, optimizer=got[1])
 
 
+def test_a_run_that_goes_back_begins_its_profile_again(tmp_path):
+  data = [
+    batch * np.float32(math.nan if i == 2 else 1) for i, batch in enumerate(itertools.islice(endless(), 7))
+  ]
+  fit(data, nonfinite="back", profile=(2, 4), profile_dir=tmp_path)
+  assert list(tmp_path.rglob("*.xplane.pb"))
+
+
 def test_a_run_does_not_go_back_for_ever():
   with pytest.raises(nxp.errors.TrainError, match=r"the loss of step 1 is nan") as caught:
     fit(itertools.repeat(np.full((16, 4), np.nan, np.float32)), nonfinite="back", on=placed(plan()))
