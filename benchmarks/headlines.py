@@ -195,7 +195,9 @@ def experts() -> list[Row]:
 
 def searches() -> list[Row]:
   """How often something was wrong."""
-  fuzz, torture, soak = ({(r["group"], r["case"]): r["value"] for r in record(n)["rows"]} for n in SEARCHES)
+  fuzz, seams, torture, soak = (
+    {(r["group"], r["case"]): r["value"] for r in record(n)["rows"]} for n in SEARCHES
+  )
 
   def total(group: str, *cases: str) -> str:
     return str(sum(n for (g, case), n in torture.items() if g == group and (not cases or case in cases)))
@@ -208,6 +210,10 @@ def searches() -> list[Row]:
     )
     for how, key in (("plain jax.jit step", f"plain, {way}"), ("step of nxp.train_step", f"toolkit, {way}"))
   ] + [
+    Row(
+      "combinations of features on random layouts, refused or as on one device",
+      (str(seams["", "tried"]), str(seams.get(("", "WRONG"), 0))),
+    ),
     Row(
       "runs killed at a random moment, last checkpoint restored",
       (total("kills"), total("kills", "lost or wrong")),
@@ -224,7 +230,7 @@ def searches() -> list[Row]:
 
 
 PARITY = "Float32 training on every layout against one device, 100 steps"
-SEARCHES = ("fuzz", "torture", "soak")
+SEARCHES = ("fuzz", "seams", "torture", "soak")
 
 
 HEADLINES = (
