@@ -99,7 +99,8 @@ def check_complete(rows: Sequence[LeafPlan], rules: RuleSet) -> None:
   raise ShardingError(
     f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
     details=list_lines([f"  {row.name}{_nearest_rule(row.name, rules)}" for row in unnamed], 40),
-    fix="add path rules for them (None replicates an array), or end the rules with fsdp() or replicate().",
+    fix="add path rules for them (None replicates an array), or end the rules with nxp.fsdp() or"
+    " nxp.replicate().",
   )
 
 
