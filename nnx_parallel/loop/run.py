@@ -41,7 +41,7 @@ from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.good_state import EVERY, GoodState
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepClock, StepProgress
-from nnx_parallel.loop.sums import MetricSums, is_scalar
+from nnx_parallel.loop.sums import MetricSums, check_several_batches, is_scalar
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.train.losses import examples_in
@@ -514,6 +514,7 @@ def _check_intervals(run: Run) -> None:
       f"the profile starts at step {run.profile[0]}, and the run ends at step {run.steps}.",
       fix=f"profile=({max(1, run.steps - 1)}, {run.steps})",
     )
+  check_several_batches("fit", run.batches)
   _check_arguments(
     "batches", run.batches, 1, "batches=lambda samples: nxp.batches(source, plan, batch=..., start=samples)"
   )

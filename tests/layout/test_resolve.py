@@ -93,7 +93,8 @@ REFUSED = {
   ),
   "no policy": (
     ("embed",), (8,), {"uneven": "padd", "embed": "fsdp"},
-    "resolve_spec got uneven='padd' (a str).\n  uneven: 'error' or 'next' or 'pad' or 'replicate'\n  Fix: uneven: what to do with a dim that",
+    "resolve_spec got uneven='padd' (a str).\n  uneven: 'error' or 'next' or 'pad' or 'replicate'\n"
+    "  Fix: uneven: what to do with a dim that",
   ),
   "an uneven dim": (
     ("embed", "mlp"), (8, 30), {"embed": None, "mlp": "fsdp"},

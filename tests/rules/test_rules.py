@@ -64,7 +64,10 @@ REFUSED = [
     "('fsdp', 'data') can never be reached",
   ),
   (lambda: LogicalRules(name=("data", "data")), "('data', 'data') is not a tuple of distinct mesh axes"),
-  (lambda: LogicalRules(name=("data", 3)), "or several candidates: name=nxp.LogicalRules.first('tensor', None)"),
+  (
+    lambda: LogicalRules(name=("data", 3)),
+    "or several candidates: name=nxp.LogicalRules.first('tensor', None)",
+  ),
   (
     lambda: LogicalRules(heads=("tensor", None)),
     "rule for 'heads': ('tensor', None) is not a tuple of distinct mesh axes.\n"
@@ -74,8 +77,8 @@ REFUSED = [
   (
     lambda: LogicalRules(batch=["data", "fsdp"]),
     "rule for 'batch': ['data', 'fsdp'] is a list, which does not say whether all axes split the dim"
-    " together.\n  Fix: batch=('data', 'fsdp') for all of them, batch=nxp.LogicalRules.first('data', 'fsdp') for"
-    " the first that fits.",
+    " together.\n  Fix: batch=('data', 'fsdp') for all of them, batch=nxp.LogicalRules.first('data', 'fsdp')"
+    " for the first that fits.",
   ),
   (lambda: LogicalRules(batch="data").replace(embed=["fsdp"]), "embed=('fsdp',) for all of them"),
   (
@@ -88,7 +91,10 @@ REFUSED = [
   (lambda: LogicalRules(vocab="tensor", uneven={"vocab": "stretch"}), "does not fit these rules"),
   (lambda: LogicalRules(vocab="tensor", uneven={"words": "pad"}), "policies error, next, pad, replicate"),
   (lambda: LogicalRules(mlp="tensor", unknown="ignore"), 'use "error" or "replicate"'),
-  (lambda: RuleSet.of("fsdp"), "'fsdp' is not a sharding rule.\n  Fix: pass nxp.LogicalRules(embed=\"fsdp\")"),
+  (
+    lambda: RuleSet.of("fsdp"),
+    "'fsdp' is not a sharding rule.\n  Fix: pass nxp.LogicalRules(embed=\"fsdp\")",
+  ),
   (lambda: RuleSet.of([("embed", "fsdp")]), "through nxp.LogicalRules.from_linen(pairs)"),
   (lambda: RuleSet.of([nxp.fsdp(), nxp.replicate()]), "two fallbacks: fsdp('fsdp', "),
   (lambda: RuleSet.of([{"mlp": "tensor"}, {"mlp": "fsdp"}]), "has two rules.\n  'tensor' and 'fsdp'"),
