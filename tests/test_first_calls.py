@@ -39,7 +39,7 @@ CALLS = {
   "an nnx.Optimizer": (
     lambda: nxp.plan(init, MESH(), optimizer=optimizer()),
     "must be an optax transformation, but is an nnx.Optimizer",
-    "optimizer=optimizer.tx; create_sharded_model(plan) returns",
+    "optimizer=optimizer.tx; nxp.create_sharded_model(plan) returns",
   ),
   "an optimizer that was not called": (
     lambda: nxp.plan(init, MESH(), optimizer=optax.adamw),
@@ -132,7 +132,7 @@ CALLS = {
   "a module to from_arrays": (
     lambda: nxp.from_arrays(init(), PLAN()),
     "from_arrays needs arrays by path, and got a value of type MLP",
-    "for a live module, reshard(model, plan)",
+    "for a live module, nxp.reshard(model, plan)",
   ),
   "swapped, from_arrays": (
     lambda: nxp.from_arrays(PLAN(), {}),

@@ -136,7 +136,7 @@ class Catalog(Storage):
       number = max([*steps, *self.unrecognised_steps()]) if steps else None
     elif step == "best":
       if self.retention.best is None:
-        fix = 'Checkpointer(directory, best="loss"), the name of a metric that was saved.'
+        fix = 'nxp.Checkpointer(directory, best="loss"), the name of a metric that was saved.'
         raise CheckpointError('step="best" is unknown: no metric decides which step is best.', fix=fix)
       number = self.best()
     elif isinstance(step, str):

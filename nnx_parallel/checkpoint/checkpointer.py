@@ -264,7 +264,10 @@ class Checkpointer:
     try:
       self._pool.submit(int).result()
     except RuntimeError as error:
-      why, fix = "this Checkpointer was closed", f"make another: Checkpointer({os.fspath(self.directory)!r})."
+      why, fix = (
+        "this Checkpointer was closed",
+        f"make another: nxp.Checkpointer({os.fspath(self.directory)!r}).",
+      )
       if not self._closed:
         _lost, why = True, "the script has ended, and Python starts no more threads"
         fix = (

@@ -34,7 +34,7 @@ class VanishedError(CheckpointError):
   """A checkpoint that another process removed or replaced while it was read."""
 
   def __init__(self, step_dir: epath.Path):
-    fix = "take another step: Checkpointer(...).steps() lists the steps."
+    fix = "take another step: nxp.Checkpointer(...).steps() lists the steps."
     super().__init__(f"{step_dir} vanished: another process removed or replaced it.", fix=fix)
 
 

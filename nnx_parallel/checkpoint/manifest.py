@@ -168,8 +168,9 @@ def _check(
       raise VanishedError(step_dir) from None
     raise DamagedError(
       f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
-      fix='restore another step: Checkpointer(...).steps() lists the complete steps; on_corrupt="fallback" '
-      "takes the newest good step. If the folder is not a checkpoint, move it elsewhere.",
+      fix="restore another step: nxp.Checkpointer(...).steps() lists the complete steps; "
+      'on_corrupt="fallback" takes the newest good step. If the folder is not a checkpoint, '
+      "move it elsewhere.",
     ) from None
   except (OSError, *_NOT_THE_FORMAT) as error:
     why = f"it does not match the format ({type(error).__name__}: {error})"

@@ -97,7 +97,8 @@ def _plans_in(target: object, optimizer: str, as_numpy: bool) -> list[Plan[Any]]
   elif callable(target) and not has_nodes(target):
     name = getattr(target, "__name__", type(target).__name__)
     what = f"cannot restore into {name}: it has neither leaves nor a layout for them."
-    fix = "restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays."
+    fix = "restore(nxp.plan(init, mesh, rules)); restore(nxp.unsharded(init)), on one device;\n"
+    fix += "restore(as_numpy=True), for numpy arrays."
   elif optimizer == "fresh" and all(plan.tx is None for plan in plans):
     what = 'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.'
     fix = 'restore(plan, optimizer="fresh"); or optimizer="drop", with an optimizer that was just made.'

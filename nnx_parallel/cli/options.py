@@ -238,7 +238,9 @@ def mesh_sizes(
     raise MeshError(
       f"the recipe {recipe.name} has no mesh axis {strange[0]!r}.",
       details=f"its mesh() has {', '.join(known)}; along another axis nothing would be split",
-      fix=f"did you mean {near[0]}?" if near else f"axes out of {', '.join(known)}.",
+      fix=f"did you mean {near[0]}?"
+      if near
+      else f"axes of its mesh(): --mesh {next(iter(known))}={max(math.prod(asked.values()), -1)}",
     )
   return {**dict.fromkeys(known, 1), **asked}
 

@@ -334,6 +334,9 @@ def _refusal(
 ) -> NnxParallelError:
   name, annotation = parameter.name, parameter.annotation
   said = f"{annotation if isinstance(annotation, str) else getattr(annotation, '__name__', annotation)}"
+  alias = getattr(inspect.unwrap(function), "__globals__", {}).get(said)
+  if typing.get_origin(alias) is Literal:  # a name for some texts: these
+    said = " or ".join(map(repr, typing.get_args(alias)))
   bounds = f"{limit[0]} to {limit[-1]}" if isinstance(limit, range) else f"at least {limit}"
   said += "" if limit is None else f", {bounds}"
   plain = value is None or isinstance(value, bool | int | float)

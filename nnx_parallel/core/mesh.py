@@ -215,7 +215,7 @@ def check_active(mesh: AnyMesh | None, which: str) -> None:
     raise MeshError(
       f"there are two meshes: the mesh {which} is not the active mesh.",
       details=f"{which} {axis_sizes(mesh)}, active {axis_sizes(active)}",
-      fix="jax.set_mesh(None) clears the active mesh; use_rules(rules) without a mesh uses it.",
+      fix="jax.set_mesh(None) clears the active mesh; nxp.use_rules(rules) without a mesh uses it.",
     )
 
 
@@ -302,7 +302,7 @@ def _merge_sizes(
   axes: Mapping[str, int] | None, names: tuple[object, ...], sizes: Mapping[str, int], *, counted: bool
 ) -> dict[str, int]:
   """Merges the sizes of both forms into plain ints and checks them; -1 is a size if devices are `counted`."""
-  call = "make_mesh(data=-1)" if counted else "abstract_mesh(data=16, fsdp=256)"
+  call = "nxp.make_mesh(data=-1)" if counted else "nxp.abstract_mesh(data=16, fsdp=256)"
   if names or not isinstance(axes, (Mapping, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
       "the axes of a mesh are written as name=size, not as sizes and names.",
@@ -405,7 +405,8 @@ def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) 
     raise MeshError(
       f"the devices form {slices} slices, and no dcn names the axis that crosses them.",
       details=f"axes {shape}, {len(devices)} devices",
-      fix=f"make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow network.",
+      fix=f"nxp.make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow"
+      " network.",
     )
   # `jax.make_mesh` splits physical axes on one kind of chip only, and rejects several slices.
   return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)

@@ -133,18 +133,18 @@ def create_sharded_model(
   if unknown := options.keys() - PlanOptions.__annotations__.keys():
     raise TypeError(f"create_sharded_model() got an unexpected keyword argument {min(unknown)!r}")
   if isinstance(init, Plan):
-    check_plan(init, "create_sharded_model(plan)")
+    check_plan(init, "nxp.create_sharded_model(plan)")
     if mesh is not None or rules is not None or options:
       raise PlanError(
         "create_sharded_model got a plan and also mesh, rules, optimizer, or an option of plan().",
         details="a plan already holds all of them",
-        fix="create_sharded_model(plan)",
+        fix="nxp.create_sharded_model(plan)",
       )
     plan = init
   elif mesh is None:
     raise PlanError(
       "create_sharded_model needs a mesh.",
-      fix="create_sharded_model(init, nxp.make_mesh(fsdp=-1), nxp.fsdp())",
+      fix="nxp.create_sharded_model(init, nxp.make_mesh(fsdp=-1), nxp.fsdp())",
     )
   else:
     plan, traces = plan_with_traces(init, mesh, rules, **options)

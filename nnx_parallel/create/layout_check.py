@@ -46,18 +46,18 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
       Fix: model = nxp.reshard(model, plan); p[...] = x keeps a Variable's layout, p.set_value(x) does not.
            In a jit of your own: p[...] = jax.lax.with_sharding_constraint(x, plan[path].sharding).
   """
-  check_plan(plan, "check_layout(model, plan, optimizer=optimizer)")
+  check_plan(plan, "nxp.check_layout(model, plan, optimizer=optimizer)")
   if not isinstance(model, nnx.Pytree):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise PlanError(
       f"check_layout needs a live module, and got {with_article(type(model).__name__)}.",
-      fix="check_layout(model, plan, optimizer=optimizer)",
+      fix="nxp.check_layout(model, plan, optimizer=optimizer)",
     )
   wrong, extra = differences(model, plan, optimizer)
   if not wrong and not extra:
     return
   planned = sum(leaf.root == "model" or optimizer is not None for leaf in plan.leaves)
   call = "model = nxp.reshard(model, plan)"
-  if optimizer is not None:
+  if optimizer is not None or plan.tx is not None:
     call = "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
   beside = f", and {len(extra)} {'is' if len(extra) == 1 else 'are'} not in the plan." if extra else "."
   raise LayoutMismatchError(

@@ -72,7 +72,7 @@ def reshard(
     >>> model.kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
-  check_plan(plan, "reshard(model, plan)")
+  check_plan(plan, "nxp.reshard(model, plan)")
   _check_optimizer(plan, optimizer)
   roots: dict[Root, Model] = {"model": model}
   if optimizer is not None:
@@ -118,13 +118,13 @@ def from_arrays(
     >>> nxp.from_arrays(arrays, plan).kernel.get_value().sharding.spec
     P(None, 'fsdp')
   """
-  check_plan(plan, "from_arrays(arrays, plan)")
+  check_plan(plan, "nxp.from_arrays(arrays, plan)")
   _check_optimizer(plan, optimizer)
   for found in (arrays, {} if optimizer is None else optimizer):
     if not isinstance(found, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise PlanError(
         f"from_arrays needs arrays by path, and got a value of type {type(found).__name__}.",
-        fix="from_arrays({'up.kernel': array}, plan); for a live module, reshard(model, plan).",
+        fix="nxp.from_arrays({'up.kernel': array}, plan); for a live module, nxp.reshard(model, plan).",
       )
   given: dict[Root, Mapping[Any, AnyArray]] = {"model": arrays}
   if optimizer is not None:
@@ -142,7 +142,9 @@ def _check_optimizer(plan: Plan, optimizer: object) -> None:
     )
     raise PlanError(
       f"the plan {has}.",
-      fix="pass optimizer=..." if optimizer is None else "plan with nxp.plan(..., optimizer=tx).",
+      fix="model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
+      if optimizer is None
+      else "plan with nxp.plan(..., optimizer=tx).",
     )
 
 
@@ -153,7 +155,7 @@ def _by_path(plan: Plan, root: Root, given: Mapping[Any, AnyArray]) -> dict[Path
     path: Any = names.get(key, (key,)) if isinstance(key, str) else key
     if not isinstance(path, tuple):
       raise PlanError(
-        f"from_arrays got {path!r:.40}, which is no path.", fix="from_arrays({'up.kernel': ...})"
+        f"from_arrays got {path!r:.40}, which is no path.", fix="nxp.from_arrays({'up.kernel': ...})"
       )
     if path in found:
       raise PlanError(f"from_arrays got {path_str(path)} twice.", fix="give it once: by its dotted path.")

@@ -70,7 +70,7 @@ class Bound:
       raise DecodeError(
         f"{type(model).__name__} has no nnx.Cache, so no token would see earlier tokens.",
         fix="call init_cache((batch, length, features)) of each attention in the constructor,\n"
-        "or give generator(cache=make, call=call) for a model that takes its cache as an argument.",
+        "or give nxp.generator(cache=make, call=call) for a model that takes its cache as an argument.",
       )
     self.in_slots = options.slots is not None
     """Whether only the shapes of the model's caches are used; else the program empties and returns them."""

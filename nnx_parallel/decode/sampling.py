@@ -52,7 +52,7 @@ class Sampling:
       raise DecodeError(
         "top_k and top_p need a temperature: greedy decoding draws nothing.",
         details=str(self),
-        fix="Sampling(temperature=1.0, top_k=40)",
+        fix="nxp.Sampling(temperature=1.0, top_k=40)",
       )
 
   @check_arguments(DecodeError)

@@ -140,7 +140,7 @@ def _peers(
     raise HostError(
       "init_distributed needs all of address, count and index, or none of them.",
       details=f"address={address}, count={count}, index={index}",
-      fix='init_distributed("10.0.0.1:8476", count=4, index=0), or set RANK, WORLD_SIZE, MASTER_ADDR and'
+      fix='nxp.init_distributed("10.0.0.1:8476", count=4, index=0), or set RANK, WORLD_SIZE, MASTER_ADDR and'
       " MASTER_PORT.",
     )
   if peers is not None:

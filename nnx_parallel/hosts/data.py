@@ -57,7 +57,7 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
     >>> nxp.shard_batch({"x": np.zeros((16, 4))}, plan)["x"].sharding.spec
     P('data', None)
   """
-  check_plan(plan, "shard_batch(batch, plan)")
+  check_plan(plan, "nxp.shard_batch(batch, plan)")
   _check_devices(plan)
   if not isinstance(global_batch, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise ShardingError(f"global_batch={global_batch!r:.60} is no flag.", fix="global_batch=True")
@@ -85,7 +85,7 @@ def check_concrete(name: str, value: Leaf) -> None:
 def _check_devices(plan: Plan) -> None:
   if isinstance(plan.mesh, AbstractMesh):
     raise ShardingError(
-      "a batch cannot be placed on an abstract mesh.", fix="plan on real devices with make_mesh(...)."
+      "a batch cannot be placed on an abstract mesh.", fix="plan on real devices with nxp.make_mesh(...)."
     )
 
 
@@ -218,7 +218,7 @@ def batches(
     >>> [batch.tolist() for batch in nxp.batches(list(range(100, 120)), plan, batch=8, start=4)]
     [[104, 105, 106, 107, 108, 109, 110, 111], [112, 113, 114, 115, 116, 117, 118, 119]]
   """
-  check_plan(plan, "batches(source, plan)")
+  check_plan(plan, "nxp.batches(source, plan)")
   if batch is None:
     if start or last != "drop":
       raise TrainError(

@@ -70,7 +70,8 @@ def send(source: PyTree, to: nnx.Module | Plan) -> PyTree:
   if not isinstance(to, nnx.Module) or not isinstance(source, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise ShardingError(
       f"send(source, to) got a {type(source).__name__} and a {type(to).__name__}.",
-      fix="send(arrays, plan), or send(module, other_module); reshard(module, plan) makes a new module.",
+      fix="nxp.parallel.send(arrays, plan), or nxp.parallel.send(module, other_module);\n"
+      "nxp.reshard(module, plan) makes a new module.",
     )
   mine, theirs = _variables(source), _variables(to)
   for path, variable in (*mine.items(), *theirs.items()):

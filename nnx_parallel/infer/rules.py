@@ -107,7 +107,7 @@ def infer_rules(
   if not inputs and call is None:
     raise ShardingError(
       "infer_rules needs example inputs to trace the module with.",
-      fix="infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
+      fix="nxp.infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
     )
   if call is not None and not callable(call):
     raise ShardingError(f"call={call!r:.60} is no function.", fix="call=lambda module, x: module.encode(x)")

@@ -83,7 +83,8 @@ def add_lora(
     raise CheckpointError(
       f"{few(unused)} matches no linear layer of the {type(model).__name__}.",
       details=f"linear layers: {few([path or 'the model itself' for path in layers]) or 'none'}",
-      fix='use patterns of such paths: add_lora(model, "layers.*.self_attn.*", rank=8, rngs=rngs).',
+      fix="use patterns of such paths:"
+      f" nxp.interop.add_lora(model, {next(filter(None, layers), '*')!r}, rank=8, rngs=rngs).",
     )
   for path, layer in chosen.items():
     _check_layer(path or "the model", layer)
@@ -196,7 +197,7 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   if not pairs:
     raise CheckpointError(
       f"{type(adapted).__name__} has no adapter.",
-      fix="merge_adapters(base, adapted): the model with adapters comes second.",
+      fix="nxp.interop.merge_adapters(base, adapted): the model with adapters comes second.",
     )
   wrong = [
     path_str(path)

@@ -42,12 +42,13 @@ class DryRun:
         f"{len(spare)} arrays of the file no use.",
         details="\n".join([*missing[:12], *spare[:12]]),
         fix="add rules, leave out leaves of the model by name (skip=[...], --skip) or arrays of the file "
-        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
+        "(nxp.interop.WeightMap(..., ignore=[...])), or make a model of as many layers.",
       )
     if wrong := [row.note for row in self.rows if row.status == "does not fit"]:
       raise CheckpointError(
         wrong[0],
-        fix='correct the pattern of its rule, or name the dtype in the file: Rule(..., dtype="float32").',
+        fix="correct the pattern of its rule, or name the dtype in the file:"
+        ' nxp.interop.Rule(..., dtype="float32").',
       )
 
   def __str__(self) -> str:

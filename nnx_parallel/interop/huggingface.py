@@ -114,7 +114,8 @@ class Folder:
     raise CheckpointError(
       f"{self.path} is of the family {family!r}, which has no table here.",
       details=f"families with a table: {', '.join(known)}",
-      fix="write WeightMap(Rule(...), ...) for it; a dry run lists the names and shapes of both sides.",
+      fix="write nxp.interop.WeightMap(nxp.interop.Rule(...), ...) for it;"
+      " a dry run lists the names and shapes of both sides.",
     )
 
   def _rename(self, name: str) -> str:

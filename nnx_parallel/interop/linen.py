@@ -50,7 +50,7 @@ def linen_names(model: object) -> WeightMap:
   if not isinstance(model, nnx.Pytree | nnx.State):
     raise CheckpointError(
       f"linen_names needs a module, and got {with_article(type(model).__name__)}.",
-      fix="linen_names(model), or linen_names(plan).",
+      fix="nxp.interop.linen_names(model), or nxp.interop.linen_names(plan).",
     )
   rules = [
     Rule(f"{nnx.variable_name_from_type(type(leaf), allow_register=True)}.{name}", name)
@@ -102,7 +102,7 @@ def import_linen(
     >>> model.kernel.sharding.spec
     P(None, 'fsdp')
   """
-  check_plan(plan, "import_linen(source, plan)")
+  check_plan(plan, "nxp.interop.import_linen(source, plan)")
   name = "these variables" if isinstance(source, (bytes, Mapping)) else source
   return import_arrays(name, lambda: _read(source), plan, weight_map or linen_names(plan), skip)
 
@@ -153,7 +153,8 @@ def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[st
     except (OSError, ValueError) as error:
       raise CheckpointError(
         f"cannot read {'these bytes' if isinstance(source, bytes) else source} as msgpack: {error}.",
-        fix="a file of flax.serialization.to_bytes(variables); restore_orbax(...) for a folder of Orbax.",
+        fix="a file of flax.serialization.to_bytes(variables);"
+        " nxp.interop.restore_orbax(...) for a folder of Orbax.",
       ) from error
   if not isinstance(tree, Mapping):
     raise CheckpointError(

@@ -67,7 +67,8 @@ def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
   adapted = {name: layer for name, layer in layers.items() if hasattr(layer, "lora")}
   if not adapted:
     raise CheckpointError(
-      f"{type(model).__name__} has no adapter.", fix="call add_lora(model, ...) in the planned function."
+      f"{type(model).__name__} has no adapter.",
+      fix="call nxp.interop.add_lora(model, ...) in the planned function.",
     )
   folder = Folder(base)
   names = _names(folder, layers)[0]
@@ -149,7 +150,7 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
         raise CheckpointError(
           f"the adapter of {layer} has rank {rank} in {path}, and another in the model.",
           details=f"shapes {values.shape} and {leaf.shape}",
-          fix=f"add_lora(..., rank={rank}); or pass a model without adapters, which gets them all.",
+          fix=f"nxp.interop.add_lora(..., rank={rank}); or pass a model without adapters, which gets all.",
         )
       where = value_of(leaf).sharding if present else _replicated(one.kernel)
       leaf.set_raw_value(_placed(values, value_of(leaf), where))

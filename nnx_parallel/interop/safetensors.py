@@ -156,7 +156,7 @@ def import_safetensors(
     >>> import_safetensors(folder, plan).kernel.sharding.spec
     P('fsdp', None)
   """
-  check_plan(plan, "import_safetensors(path, plan)")
+  check_plan(plan, "nxp.interop.import_safetensors(path, plan)")
   return import_arrays(path, lambda: read_tensors(path), plan, weight_map or SameNames(), skip)
 
 
@@ -229,7 +229,7 @@ def dry_run_import(
     >>> [(row.status, row.file, row.model) for row in dry_run_import(folder, plan).rows]
     [('read', 'bias', 'bias'), ('read', 'kernel', 'kernel')]
   """
-  check_plan(plan, "dry_run_import(path, plan)", creates=False)
+  check_plan(plan, "nxp.interop.dry_run_import(path, plan)", creates=False)
   wanted = model_leaves(plan)
   left_out = find_initialised(plan, wanted, skip)
   return (weight_map or SameNames()).compare(wanted, read_tensors(path), left_out)[1]
@@ -257,7 +257,7 @@ def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Ite
     >>> [(row.status, row.file, row.array) for row in dry_run_export(plan, skip=["bias"]).rows]
     [('write', 'kernel', 'float32[8,4]'), ('left out', '', '')]
   """
-  check_plan(plan, "dry_run_export(plan)", creates=False)
+  check_plan(plan, "nxp.interop.dry_run_export(plan)", creates=False)
   leaves = model_leaves(plan)
   left_out = find_initialised(plan, leaves, skip)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}

@@ -135,7 +135,9 @@ class Rule:
     object.__setattr__(self, "model", paths)
     object.__setattr__(self, "dtype", None if dtype is None else np.dtype(dtype))
     if not paths:
-      raise CheckpointError(f"the rule {file!r} names no path.", fix='Rule("h.{i}.w", "layers.{i}.kernel")')
+      raise CheckpointError(
+        f"the rule {file!r} names no path.", fix='nxp.interop.Rule("h.{i}.w", "layers.{i}.kernel")'
+      )
     only_file = [sorted(_fields(file) - _fields(path)) for path in paths]
     only_model = [sorted(_fields(path) - _fields(file)) for path in paths]
     stacked, cut = bool(only_file[0]), bool(only_model[0])
@@ -482,7 +484,8 @@ def load_weight_map(file: str) -> WeightMap:
     raise CheckpointError(
       f"{file} defines no WEIGHT_MAP.",
       details=f"WEIGHT_MAP is a {type(found).__name__}",
-      fix='write WEIGHT_MAP = WeightMap(Rule("h.{i}.weight", "layers.{i}.kernel", "o i -> i o"), ...).',
+      fix="write WEIGHT_MAP = nxp.interop.WeightMap("
+      'nxp.interop.Rule("h.{i}.weight", "layers.{i}.kernel", "o i -> i o"), ...).',
     )
   return found
 

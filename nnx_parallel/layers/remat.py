@@ -62,7 +62,7 @@ class Remat:
     if any(type(n) is not int or n < 1 for n in counts) or (self.every > 1 and self.group > 1):
       raise TrainError(
         f"Remat(every={self.every}, group={self.group}) selects no layers.",
-        fix='Remat("full", every=2), or Remat("full", group=2)',
+        fix='nxp.Remat("full", every=2), or nxp.Remat("full", group=2)',
       )
 
   @property

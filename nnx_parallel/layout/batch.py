@@ -88,6 +88,7 @@ def check_split(
       details=f"shape {shape}, batch axes {spec[0]}, mesh {sizes}",
       fix=f"{'pass each process' if own else 'use'} a {'share' if own else 'global batch'} of"
       f" {f'{below} or ' if below else ''}{above}.\n"
+      'The last batch of a data set: nxp.batches(samples, plan, batch=..., last="pad") fills it.\n'
       "An array without examples, such as class weights, belongs to the model, in an nnx.Variable.",
     )
   uneven = next((dim for dim, count in enumerate(mine) if shape[dim] % count), None)
@@ -121,7 +122,7 @@ def no_batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> ShardingError:
   return ShardingError(
     "no rule says which mesh axes split the batch.",
     details=f"mesh {dict(mesh)}, rules {rules}",
-    fix=f'add LogicalRules(batch="{next(iter(mesh))}"), or batch=None to replicate the batch.',
+    fix=f'add nxp.LogicalRules(batch="{next(iter(mesh))}"), or batch=None to replicate the batch.',
   )
 
 

@@ -55,9 +55,7 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
     return None  # no bias; or weights of another package, such as quantized weights
   names, wanted = _names(query), _names(out)
   # Names that read the same backwards can be right for both projections.
-  if names is None or names != wanted or names == names[::-1]:
-    return None
-  return names
+  return None if names is None or names != wanted or names == names[::-1] else names
 
 
 def _names(variable: Variable) -> Names | None:
@@ -99,7 +97,7 @@ def check_complete(rows: Sequence[LeafPlan], rules: RuleSet) -> None:
   raise ShardingError(
     f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
     details=list_lines([f"  {row.name}{_nearest_rule(row.name, rules)}" for row in unnamed], 40),
-    fix="add path rules for them (None replicates an array), or end the rules with fsdp() or replicate().",
+    fix="path rules for them (None replicates an array), or nxp.fsdp() or nxp.replicate() as the last rule.",
   )
 
 

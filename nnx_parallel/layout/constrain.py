@@ -459,6 +459,6 @@ def _concrete(mesh: AnyMesh) -> Mesh:
     raise MeshError(
       "a real array cannot be laid out on an abstract mesh.",
       details=f"mesh {axis_sizes(mesh)}",
-      fix="use_rules(rules, nxp.make_mesh(...)), or trace the call with jax.eval_shape.",
+      fix="nxp.use_rules(rules, nxp.make_mesh(...)), or trace the call with jax.eval_shape.",
     )
   return mesh

@@ -152,7 +152,7 @@ def _check_one_mesh(leaves: Mapping[Path, Leaf]) -> None:
         raise ShardingError(
           f"{path_str(other)} and {path_str(path)} name different meshes, and a plan has one for all arrays.",
           details=f"{axis}={size} and {axis}={sizes[axis]}",
-          fix=f"give one of the axes another name, with a rule such as LogicalRules({axis}2=('x', 'y'));\n"
+          fix=f"give one axis another name, with a rule such as nxp.LogicalRules({axis}2=('x', 'y'));\n"
           "or make one plan for each mesh, with the part of the model that is on it.",
         )
 

@@ -117,7 +117,7 @@ def zero_axes(
   if zero == 3:
     raise PlanError(
       "zero=3 splits the parameters too, which the rules decide.",
-      fix="plan(init, mesh, nxp.fsdp()): the optimizer state follows the parameters.",
+      fix="nxp.plan(init, mesh, nxp.fsdp()): the optimizer state follows the parameters.",
     )
   if zero not in (0, 1, 2):
     raise PlanError(f"zero={zero!r} is not a stage.", fix="zero=0, 1 or 2.")
@@ -139,7 +139,7 @@ def zero_axes(
     raise PlanError(
       f"zero={zero} splits nothing: {why}.",
       details=f"mesh {dict(mesh)}",
-      fix=f"zero_axes={tuple(batch) or own!r}, or split the batch: LogicalRules(batch={own!r}).",
+      fix=f"zero_axes={tuple(batch) or own!r}, or split the batch: nxp.LogicalRules(batch={own!r}).",
     )
   return chosen
 

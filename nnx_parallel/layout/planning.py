@@ -12,7 +12,7 @@ from typing import TypedDict, TypeVar, Unpack, overload
 import optax
 from flax import nnx
 from flax.linen import get_logical_axis_rules
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.checked import shorten_traceback
@@ -208,6 +208,8 @@ def plan_with_traces(
 
 def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   """Refuses options that do not go together, before any work is done."""
+  if isinstance(rules, (Mesh, AbstractMesh)):
+    raise PlanError("the mesh comes before the rules.", fix="nxp.plan(init, mesh, rules), in this order.")
   is_explicit(mesh)  # refuses what is no mesh, and Manual axes
   tx, uneven, memory = (
     options.get("optimizer"),
@@ -216,7 +218,7 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   )
   zero, zero_axes = options.get("zero", 0), options.get("zero_axes")
   if isinstance(rules, optax.GradientTransformation):
-    raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
+    raise PlanError("rules got an optax transformation.", fix="nxp.plan(init, mesh, rules, optimizer=...)")
   if not is_one_of(uneven, UNEVEN):
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   fix = "optimizer=optax.adamw(...)"

@@ -134,12 +134,14 @@ def _candidates(
       found.append(((),))
     else:
       near = difflib.get_close_matches(name, [*rules, *array.mesh], 1)
-      axis = next(iter(array.mesh), "data")
+      used = {a for part in array.names for n in axes_of(part) for a in itertools.chain(*rules.get(n, ()))}
+      axis = next((axis for axis in array.mesh if axis not in used), None)
       raise ShardingError(
         f"cannot shard {array.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
         details=f"rules {', '.join(rules) or 'none'}; mesh {array.mesh}",
         fix=(f"did you mean {near[0]!r}? " if near else "")
-        + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} not to split it.",
+        + ("" if axis is None else f"Add a rule, nxp.LogicalRules({show_rule(name, axis)}), or ")
+        + f"{show_rule(name, None)} not to split it.",
       )
   return [*dict.fromkeys(tuple(itertools.chain(*choice)) for choice in itertools.product(*found))]
 
@@ -203,7 +205,8 @@ def _refusal(array: _Array, dim: int, option: Candidate, used: Mapping[str, str]
 def _undivided(array: _Array, dim: int, name: str, option: Candidate) -> ShardingError:
   size, shards = array.shape[dim], array.ways(option)
   # A path rule may name the mesh axis itself.
-  other = "None in its rule" if name in array.mesh else f"RuleSet.of(rules).replace({show_rule(name, None)})"
+  whole = f"nxp.RuleSet.of(rules).replace({show_rule(name, None)})"
+  other = "None in its rule" if name in array.mesh else whole
   return ShardingError(
     f"cannot shard {array.path}: dim {dim} ({name!r}) has length {size}, which {shards} shards cannot split"
     " evenly.",
@@ -311,7 +314,7 @@ def extend_spec(
     raise ShardingError(
       f"{fallback} needs the mesh axis {missing[0]!r}, which is not in the mesh.",
       details=f"mesh {dict(mesh)}",
-      fix=f"fsdp({(near or [*mesh])[0]!r}), or add {missing[0]}=... to the mesh.",
+      fix=f"nxp.fsdp({(near or [*mesh])[0]!r}), or add {missing[0]}=... to the mesh.",
     )
   taken = {*axes_in(spec)}
   left = tuple(axis for axis in fallback.axes if axis not in taken)

@@ -204,7 +204,7 @@ def _no_function(*_: object, **__: object) -> object:
   raise TrainError(
     "the optimizer evaluates the loss in its update, which does not work with ZeRO on Explicit axes.",
     details="its state is laid out otherwise than the parameters, so the update runs on Auto axes",
-    fix="plan(..., zero=0), or a mesh with Auto axes: nxp.make_mesh without explicit=True.",
+    fix="nxp.plan(..., zero=0), or a mesh with Auto axes: nxp.make_mesh without explicit=True.",
   )
 
 

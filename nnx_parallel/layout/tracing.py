@@ -413,7 +413,7 @@ def check_transformation(tx: object) -> None:
   kind = type(tx).__name__
   if isinstance(tx, nnx.Optimizer):
     what = f"an nnx.Optimizer ({kind}), which belongs to a live model"
-    fix = "optimizer=optimizer.tx; create_sharded_model(plan) returns a model and its nnx.Optimizer."
+    fix = "optimizer=optimizer.tx; nxp.create_sharded_model(plan) returns a model and its nnx.Optimizer."
   elif callable(tx):
     name = getattr(tx, "__name__", kind)
     room = "optax." if getattr(tx, "__module__", "").startswith("optax.") else ""
@@ -474,5 +474,5 @@ def nothing_selected(wrt: nnx.filterlib.Filter, model: Abstract) -> PlanError:
   return PlanError(
     f"wrt={wrt!r} selects none of the model's Variables, so there is nothing to train.",
     details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
-    fix="wrt=nnx.Param, or a filter that matches some of them.",
+    fix=f"wrt=nnx.Param; or by paths, nnx.PathContains({wrt if isinstance(wrt, str) else 'head'!r}).",
   )

@@ -101,22 +101,22 @@ def fit(
     evaluate: a function without arguments that returns metrics, for example of `nxp.evaluate`. They are
       recorded with names that start with `eval_`. A pair `(sum, count)` is divided.
     eval_every: the number of steps between evaluations; by default, `fit` evaluates only after the last step.
-    checkpointer: the `Checkpointer` that saves the steps. Set `max_to_keep` and `best` (for example to
-      `"eval_loss"`) there.
+    checkpointer: an `nxp.Checkpointer(directory)`, which saves the steps. Set `max_to_keep` and `best` (for
+      example to `"eval_loss"`) there.
     save_every: the number of steps between saves; by default, only the last step is saved.
     only: the leaves of the model to save, and to restore when the run resumes, as for `Checkpointer.save`.
       The other leaves, such as the base model under adapters, must have the same values as when the run
       began.
     extra: a function without arguments that returns more values to save: trees of arrays, or JSON values, by
       name. The name `"data"` is reserved.
-    resume: the step to restore into the live model first: `"latest"`, `"best"` or a number. With `"latest"`,
+    resume: `"latest"`, `"best"` or a number: the step to restore into the live model first. With `"latest"`,
       the run starts at step 0 if there is no checkpoint, and skips a damaged step with a warning. On the same
       mesh, the run continues bit for bit. If `fit` did not save the checkpoint, the data starts at its
       beginning, with a warning.
     start: the position of the model, which `resume_from` returned; `fit` advances it in place.
-    early_stop: an `EarlyStop` that ends the run when a metric no longer improves.
-    trackers: functions that process 0 calls with each record: `MetricsLog(path).write`, or
-      any function `(step, metrics) -> None`. Metrics that are arrays are passed as NumPy arrays.
+    early_stop: an `nxp.loop.EarlyStop(metric)`, which ends the run when a metric no longer improves.
+    trackers: a list such as `[nxp.loop.MetricsLog(path).write]`, of functions `(step, metrics) -> None` that
+      process 0 calls with each record. Metrics that are arrays are passed as NumPy arrays.
     log_every: the number of steps in one record, which contains their exactly weighted means; by default 1.
       If it is given, the progress prints a line for each record; otherwise, it prints about ten lines for the
       run, and a line every 30 seconds.
@@ -166,6 +166,11 @@ def fit(
   if unknown:
     raise unknown_option(fit, next(iter(unknown)))
   _check_step(step)
+  if isinstance(plan, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise TrainError(
+      "fit takes one plan, which places the batches, and got a dict of plans.",
+      fix=f"plan=plans[{next(iter(plan), '')!r}]: the plan of any of the models.",
+    )
   if check_gradients and not isinstance(step, TrainStep):
     raise TrainError(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
@@ -230,5 +235,5 @@ def _check_step(step: Any) -> None:
   raise TrainError(
     f"fit needs a step that it can call with (model, optimizer, batch), and got a {type(step).__name__}.",
     details=problem,
-    fix="fit(nxp.train_step(loss_fn), model, optimizer, batches)",
+    fix="nxp.fit(nxp.train_step(loss_fn), model, optimizer, batches)",
   )

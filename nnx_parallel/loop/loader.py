@@ -64,7 +64,8 @@ class Recipe:
         raise RecipeError(
           f"the recipe {self.name} takes no {option}.",
           details=f"neither its init() nor its batches() has an argument named {option}",
-          fix=f"leave --{option} out, or add the argument: def batches(start=0, *, split, {option}=None).",
+          fix=f"leave --{option} out, or add the argument:"
+          f" def batches(start=0, *, split='train', {option}=None).",
         )
       for name in takers:
         functions[name] = functools.partial(functions[name], **{option: value})

@@ -63,7 +63,7 @@ class MetricsLog:
       self._file = (self.path if first else Path(os.devnull)).open("a", encoding="utf-8")
     except OSError as error:
       raise TrainError(
-        f"cannot write metrics to {path}: {error}.", fix='MetricsLog("run/metrics.jsonl")'
+        f"cannot write metrics to {path}: {error}.", fix='nxp.loop.MetricsLog("run/metrics.jsonl")'
       ) from error
 
   def _start(self, after: int) -> None:

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -40,7 +41,7 @@ from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.good_state import EVERY, GoodState
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepClock, StepProgress
-from nnx_parallel.loop.sums import MetricSums, is_scalar
+from nnx_parallel.loop.sums import MetricSums, check_several_batches, is_scalar
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.train.losses import examples_in
@@ -50,6 +51,7 @@ Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 Tracker = Callable[[int, Mapping[str, Any]], object]
 KEPT = 10_000  # records in memory, of about 1 KB each
 _END = object()
+_EVALUATE = "evaluate=lambda: nxp.evaluate(eval_step, model, nxp.batches(held_out, plan))"
 _RESCUE_S = 10.0  # in which all processes come to save the last step after an error
 
 
@@ -335,6 +337,11 @@ class Run:
     if self.steps is None:
       return
     self._report_all()
+    if not self.at.step:
+      raise TrainError(
+        f"there is no batch for step 1 of {self.steps}.",
+        fix='more samples than batch=, nxp.batches(..., last="pad"), or an iterator that is not used up.',
+      )
     raise TrainError(
       f"the batches ended after step {self.at.step} of {self.steps}.",
       fix=f"steps={self.at.step}, steps=None for all there are, or more batches.",
@@ -437,7 +444,8 @@ class Run:
       raise _NotFiniteError(
         f"the loss of step {number} is {values['loss']}: training further is of no use.",
         details=", ".join(f"{k} {v:.4g}" for k, v in values.items()),
-        fix="a lower learning rate or clipped gradients in optimizer(); then resume from a checkpoint.",
+        fix="a lower learning rate, or clipped gradients: optax.chain(optax.clip_by_global_norm(1.0), tx);\n"
+        'then resume="latest" from a checkpoint.',
       )
 
   def _record(
@@ -507,8 +515,26 @@ def _check_intervals(run: Run) -> None:
       f"the profile starts at step {run.profile[0]}, and the run ends at step {run.steps}.",
       fix=f"profile=({max(1, run.steps - 1)}, {run.steps})",
     )
+  check_several_batches("fit", run.batches)
+  _check_arguments(
+    "batches", run.batches, 1, "batches=lambda samples: nxp.batches(source, plan, batch=..., start=samples)"
+  )
+  _check_arguments("evaluate", run.evaluate, 0, _EVALUATE)
   if run.evaluate is None and run.eval_every is not None:
-    raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
+    raise TrainError("eval_every needs something to evaluate.", fix=_EVALUATE)
+
+
+def _check_arguments(name: str, function: object, count: int, fix: str) -> None:
+  """Refuses a function that takes another number of arguments."""
+  if not callable(function):
+    return
+  try:
+    inspect.signature(function).bind(*[None] * count)
+  except TypeError as error:
+    said = "no arguments" if not count else "the number of samples that the run has used"
+    raise TrainError(f"{name} is called with {said}, and cannot be.", details=str(error), fix=fix) from None
+  except ValueError:  # no Python function
+    return
 
 
 def shapes_of(batch: PyTree) -> str:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.checked import check_arguments
+from nnx_parallel.core.checked import check_arguments, is_array
 from nnx_parallel.core.mesh import no_mesh
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, AnyMetrics, LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import Record
@@ -116,6 +117,7 @@ def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches:
     >>> nxp.evaluate(step, model, [jnp.zeros((16, 4)), jnp.zeros((8, 4))])
     {'loss': 0.0}
   """
+  check_several_batches("evaluate", batches)
   sums = MetricSums()
   before: Any = None
   for batch in batches:
@@ -132,6 +134,16 @@ def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches:
     jax.block_until_ready(before)
     before = metrics
   return sums.read()
+
+
+def check_several_batches(name: str, batches: object) -> None:
+  """Refuses one batch in the place of an iterable of batches: its rows would be taken for batches."""
+  if isinstance(batches, Mapping) or is_array(batches):
+    raise TrainError(
+      f"{name} needs an iterable of batches, and got {with_article(type(batches).__name__)}.",
+      fix="[batch] for one batch, iter(batches) for an array of batches;\n"
+      "nxp.batches(samples, plan, batch=...) for samples.",
+    )
 
 
 def _mean(value: AnyArray | tuple[AnyArray, AnyArray]) -> float:

@@ -145,7 +145,7 @@ def loss_scale_of(optimizer: Optimizer) -> jax.Array:
     raise TrainError(
       "this optimizer has no loss scale.",
       details=f"state {type(optimizer.opt_state).__name__}",
-      fix="plan(init, mesh, rules, optimizer=nxp.with_loss_scale(tx))",
+      fix="nxp.plan(init, mesh, rules, optimizer=nxp.with_loss_scale(tx))",
     )
   return scale
 

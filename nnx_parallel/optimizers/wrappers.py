@@ -164,7 +164,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
     raise TrainError(
       f"the optimizer's state holds {len(states)} averages, but ema_of needs one.",
       details=f"state {type(optimizer.opt_state).__name__}",
-      fix="plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))",
+      fix="nxp.plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))",
     )
   module = nnx.clone(model)
   found = variables(module)
@@ -172,7 +172,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
     if path not in found:
       raise TrainError(
         f"the optimizer averages {path_str(path)}, which the model does not have.",
-        fix="ema_of(optimizer, model) with the model that this optimizer trains.",
+        fix="nxp.ema_of(optimizer, model) with the model that this optimizer trains.",
       )
     array = value_of(found[path])
     # Copied, because a train step donates the optimizer's own.

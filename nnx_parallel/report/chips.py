@@ -178,7 +178,7 @@ def chip(name: str | Chip) -> Chip:
     raise ReportError(
       f"no figures for the chip {name!r}.",
       details=f"known chips: {', '.join(CHIPS)}",
-      fix=f"chip({(close or ['h100'])[0]!r}), or pass your own nxp.report.Chip(...).",
+      fix=f"{(close or ['h100'])[0]!r}, or pass your own nxp.report.Chip(...).",
     )
   return _as_set(CHIPS[name.lower()])
 

@@ -260,23 +260,24 @@ def compile_report(
   if not hasattr(step, "lower") or isinstance(step, str | bytes):
     raise ReportError(
       f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
-      fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
+      fix="nxp.compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps"
+      " too.",
     )
   if plan is None:
     if not args and isinstance(step, TrainStep | Generator):
-      check_plan(plan, "compile_report(step, plan, batch=batch)")
+      check_plan(plan, "nxp.compile_report(step, plan, batch=batch)")
     return report_of(step.lower(*args), chip)
-  check_plan(plan, "compile_report(step, plan, batch=batch)")
+  check_plan(plan, "nxp.compile_report(step, plan, batch=batch)")
   if batch is None:
     raise ReportError(
       "compile_report with a plan needs a batch.",
       details=f"{len(args) or 'no'} other arguments were given after the plan",
-      fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
+      fix="nxp.compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
     )
   if args and isinstance(step, TrainStep | Generator):
     raise ReportError(
       f"compile_report got {len(args)} more arguments than a {type(step).__name__} takes.",
-      fix="compile_report(step, plan, batch=batch)",
+      fix="nxp.compile_report(step, plan, batch=batch)",
     )
   check_arrays(ReportError, "batch", batch)
   batch = batch_structs(batch)
@@ -335,7 +336,7 @@ def _place(plan: Plan, text: str | None) -> Plan:
       raise ReportError(
         "a plan on an abstract mesh names no devices to compile for.",
         details=f"mesh {axis_sizes(plan.mesh)}",
-        fix="compile_report(..., topology='tpu:v5e:4x4'), or 'cpu:8' for simulated devices.",
+        fix="nxp.compile_report(..., topology='tpu:v5e:4x4'), or 'cpu:8' for simulated devices.",
       )
     return plan
   mesh = topology_mesh(text, explicit=explicit_axes(plan.mesh), **axis_sizes(plan.mesh))

@@ -89,7 +89,7 @@ def plan_page(plan: Plan, memory: MemoryPlan | None = None, *, title: str = "Pla
     >>> page[:15], "Plan on fsdp=8 = 8 devices" in page
     ('<!doctype html>', True)
   """
-  check_plan(plan, "plan_page(plan)", creates=False)
+  check_plan(plan, "nxp.report.plan_page(plan)", creates=False)
   sizes = axis_sizes(plan.mesh)
   mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
   planned = ""

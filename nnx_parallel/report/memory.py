@@ -178,7 +178,7 @@ def memory_plan(
     >>> memory_plan(plan, lambda model, x: (model(x) ** 2).mean(), batch).categories["parameters"]
     16384
   """
-  check_plan(plan, "memory_plan(plan, loss_fn, batch)")
+  check_plan(plan, "nxp.memory_plan(plan, loss_fn, batch)")
   check_arrays(ReportError, "batch", batch)
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
@@ -262,7 +262,7 @@ def trace_saved(
   if hasattr(loss, "options"):
     raise ReportError(
       f"a memory plan reads the loss function, but got a {type(loss).__name__}.",
-      fix="memory_plan(plan, loss_fn, batch), with the loss function of the train step.",
+      fix="nxp.memory_plan(plan, loss_fn, batch), with the loss function of the train step.",
     )
   batch, used = batch_structs(batch), LayersUsed()
   if pipeline is None:

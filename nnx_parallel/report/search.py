@@ -301,7 +301,7 @@ def searched_axes(rules: Rules) -> tuple[str, ...]:
     raise ReportError(
       "the rules name no mesh axis, so there is nothing to search over.",
       details=f"rules {rules}",
-      fix='LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), or fsdp().',
+      fix='nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), or nxp.fsdp().',
     )
   return axes
 

@@ -150,7 +150,7 @@ def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes
   if not sizes or list(axes.values()).count(-1) > 1 or math.prod(sizes.values()) != len(devices):
     raise ReportError(
       f"the axes {axes} do not make the {len(devices)} devices of {text}.",
-      fix=f"topology_mesh({text!r}, data=-1), or sizes whose product is {len(devices)}.",
+      fix=f"nxp.report.topology_mesh({text!r}, data=-1), or sizes whose product is {len(devices)}.",
     )
   left, across = 1 if named.chip.platform == "gpu" else named.slices, dict[str, int]()
   for name, size in sizes.items():

@@ -65,15 +65,17 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
   """
   axes = candidate_of(axis)
   if not axes:
-    raise ShardingError("fsdp() needs a mesh axis.", fix='fsdp("fsdp")')
+    raise ShardingError("fsdp() needs a mesh axis.", fix='nxp.fsdp("fsdp")')
   if not are_texts(axes) or not is_count(min_size, 0) or type(extend) is not bool:
     raise ShardingError(
       "fsdp() takes mesh axes, a number of elements, and whether it extends names.",
       details=f"axis {axis!r:.60}, min_size {min_size!r:.60}, extend {extend!r:.60}",
-      fix='fsdp("fsdp", min_size=65536, extend=True)',
+      fix='nxp.fsdp("fsdp", min_size=65536, extend=True)',
     )
   if len(set(axes)) != len(axes):
-    raise ShardingError(f"fsdp({axes!r}) names an axis twice.", fix=f"fsdp({tuple(dict.fromkeys(axes))!r})")
+    raise ShardingError(
+      f"fsdp({axes!r}) names an axis twice.", fix=f"nxp.fsdp({tuple(dict.fromkeys(axes))!r})"
+    )
   return Fallback("fsdp", axes, min_size, extend)
 
 

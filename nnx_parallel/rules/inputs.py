@@ -90,7 +90,7 @@ def _rank(key: str) -> int:
     raise ShardingError(
       f"{key!r} is not the rank of an input.",
       details="scalars are always replicated",
-      fix='InputRules(map_1d=("data",))',
+      fix='nxp.InputRules(map_1d=("data",))',
     )
   return int(found[1])
 

@@ -73,7 +73,10 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     **rules: Any,
   ):
     if names is not None and not (isinstance(names, Mapping) and all(type(n) is str for n in names)):  # pyright: ignore[reportUnnecessaryIsInstance]
-      raise ShardingError(f"{names!r:.60} maps no names.", fix='LogicalRules({"embed": "fsdp"})')
+      raise ShardingError(
+        f"{names!r:.60} maps no names.",
+        fix='nxp.LogicalRules({"embed": "fsdp"}), or nxp.LogicalRules.from_linen(pairs) for pairs.',
+      )
     twice = sorted(set(names or {}) & set(rules))
     if twice:
       raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
@@ -203,7 +206,7 @@ def _pairs(rules: Any) -> list[tuple[str, Any]]:
     found: list[Any] = [*rules]  # pyright: ignore[reportUnknownArgumentType]
     if all(isinstance(pair, (tuple, list)) and len(pair) == 2 and type(pair[0]) is str for pair in found):  # pyright: ignore[reportUnknownArgumentType]
       return found
-  raise ShardingError(f"{rules!r:.60} are no pairs.", fix='LogicalRules.from_linen([("embed", "fsdp")])')
+  raise ShardingError(f"{rules!r:.60} are no pairs.", fix='nxp.LogicalRules.from_linen([("embed", "fsdp")])')
 
 
 def check_axes(rules: LogicalRules, mesh: Mapping[str, int]) -> list[str]:
@@ -218,7 +221,11 @@ def check_axes(rules: LogicalRules, mesh: Mapping[str, int]) -> list[str]:
         f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
         details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
         fix=(f"did you mean {near[0]!r}? Otherwise " if near else "")
-        + f"do not split the dim on such a mesh: {shown}.",
+        + (
+          f"name the axes that share the examples, such as batch={next(iter(mesh))!r}."
+          if name == "batch" and not near
+          else f"do not split the dim on such a mesh: {shown}."
+        ),
       )
     fitting = any(option and mesh.keys() >= {*option} for option in options)
     some = next((option for option in options if mesh.keys() & {*option} < {*option}), ())
@@ -286,7 +293,7 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
 
 def show_rule(name: str, value: Any) -> str:
   """One logical rule as Python code, for any name: `mlp=None`, `{'col-alias': None}`."""
-  shown = "..." if value is ... else repr(value)
+  shown = "..." if value is ... else f"nxp.{value!r}" if isinstance(value, First) else repr(value)
   return f"{name}={shown}" if _is_keyword_argument(name) else f"{{{name!r}: {shown}}}"
 
 

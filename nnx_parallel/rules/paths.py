@@ -127,7 +127,7 @@ class PathRules:
 def _no_pairs(rules: object) -> ShardingError:
   return ShardingError(
     f"path rules are pairs of a pattern and names, and not {rules!r:.60}.",
-    fix="PathRules([(r'.*kernel', (None, 'tensor'))])",
+    fix="nxp.PathRules([(r'.*kernel', (None, 'tensor'))])",
   )
 
 
@@ -143,7 +143,8 @@ class PathRule:
     """Checks and normalises one `(pattern, names)` pair."""
     if not isinstance(pattern, str) and not are_texts(pattern):
       raise ShardingError(
-        f"path rule {pattern!r:.60} has no pattern of texts.", fix=f"PathRules([(r'.*kernel', {names!r})])"
+        f"path rule {pattern!r:.60} has no pattern of texts.",
+        fix=f"nxp.PathRules([(r'.*kernel', {names!r})])",
       )
     window = pattern if isinstance(pattern, str) else tuple(pattern)
     if not window:
@@ -154,7 +155,7 @@ class PathRule:
     except re.error as error:
       raise ShardingError(
         f"path rule {window!r} is not a regular expression: {error}.",
-        fix=f"PathRules([({_mend(window)!r}, {names!r})])",
+        fix=f"nxp.PathRules([({_mend(window)!r}, {names!r})])",
       ) from error
     if names is None or (isinstance(names, PartitionSpec) and not len(names)):
       return cls(window, None)

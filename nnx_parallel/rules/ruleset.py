@@ -156,8 +156,8 @@ def _no_rule(item: object) -> ShardingError:
     return ShardingError(f"the function {name} was not called, so it is not a rule.", fix=f"{name}()")
   return ShardingError(
     f"{item!r} is not a sharding rule.",
-    fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'
-    " the (name, axes) pairs of Flax Linen through LogicalRules.from_linen(pairs).",
+    fix='pass nxp.LogicalRules(embed="fsdp"), nxp.PathRules([...]), nxp.fsdp(), nxp.replicate(), or a list of'
+    " these; the (name, axes) pairs of Flax Linen through nxp.LogicalRules.from_linen(pairs).",
   )
 
 
@@ -175,7 +175,7 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
     raise ShardingError(
       f"logical name {name!r} has two rules.",
       details=f"{show_candidates(first[name])} and {show_candidates(second[name])}",
-      fix=f"keep one, or change it with RuleSet.of(rules).replace({show_rule(name, ...)}).",
+      fix=f"keep one, or change it with nxp.RuleSet.of(rules).replace({show_rule(name, ...)}).",
     )
   unknown = "replicate" if "replicate" in (first.unknown, second.unknown) else "error"
   return LogicalRules({**first, **second}, unknown=unknown, uneven={**first.uneven, **second.uneven})

@@ -75,9 +75,11 @@ def map_shards(
     >>> bool(jnp.allclose(result, model(jnp.ones((32, 16))).mean())), int(elements)
     (True, 8)
   """
-  check_plan(plan, "map_shards(f, plan)")
+  check_plan(plan, "nxp.parallel.map_shards(f, plan)")
   if inspect.isclass(f):
-    raise SchemeError(f"map_shards got the class {f.__name__}.", fix="map_shards(lambda model, x: ..., plan)")
+    raise SchemeError(
+      f"map_shards got the class {f.__name__}.", fix="nxp.parallel.map_shards(lambda model, x: ..., plan)"
+    )
   _check_specs("out_specs", out_specs)
   _check_specs("in_specs", in_specs)
 
@@ -116,7 +118,7 @@ def _specs(plan: Plan, x: PyTree) -> PyTree:
     raise SchemeError(
       f"the plan is not for this {type(x).__name__}.",
       details=f"not in both: {few([path_str(path) for path in other])}",
-      fix="pass what create_sharded_model(plan) returned; or in_specs for this argument.",
+      fix="pass what nxp.create_sharded_model(plan) returned; or in_specs for this argument.",
     )
   specs: PyTree = {path: leaf.spec for path, leaf in planned.items()}
   state: PyTree = nnx.from_flat_state(specs)
@@ -160,7 +162,7 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
 
   Source: the UvA deep-learning notebooks on training at scale, `gather_params`.
   """
-  check_plan(plan, "gather_parameters(module, plan, axis)")
+  check_plan(plan, "nxp.parallel.gather_parameters(module, plan, axis)")
   axes = (axis,) if isinstance(axis, str) else tuple(axis)
   for name in axes:
     _check_manual(name)

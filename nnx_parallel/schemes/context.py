@@ -138,7 +138,7 @@ class ContextAttention:
       raise SchemeError(
         f"heads_axis={self.heads_axis!r} is not a second mesh axis beside the axis of a ring.",
         details=f"axis={self.axis!r}, how={self.how!r}",
-        fix='context_attention("context", how="ring", heads_axis="heads")',
+        fix='nxp.parallel.context_attention("context", how="ring", heads_axis="heads")',
       )
     for name, value in {"window": self.window, "block": self.block}.items():
       if value is not None and (type(value) is not int or value < 1):
@@ -213,7 +213,7 @@ class ContextAttention:
           f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
           details=f"mesh {sizes}",
           fix=f"nxp.make_mesh(..., {name}=2)"
-          + ("." if other is None else f", or context_attention({option}={other!r})."),
+          + ("." if other is None else f", or nxp.parallel.context_attention({option}={other!r})."),
         )
 
   def tiles(
@@ -449,8 +449,8 @@ def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
     raise SchemeError(
       "context_attention takes no mask of queries and keys, whose size is the square of the length.",
       details=f"mask {tuple(mask.shape)}; keys {tuple(key.shape)}",
-      fix="context_attention(causal=True, window=...) and segment_ids= say the same; a mask of keys is"
-      f" ({batch}, 1, 1, {length}).",
+      fix="nxp.parallel.context_attention(causal=True, window=...) and segment_ids= say the same; a mask of"
+      f" keys is ({batch}, 1, 1, {length}).",
     )
   return jnp.broadcast_to(mask[:, 0, 0].astype(bool), (batch, length))
 

@@ -90,7 +90,9 @@ def route(
   Zoph et al. 2022 (arXiv:2202.08906); bias: Wang et al. 2024 (arXiv:2408.15664); groups: arXiv:2412.19437.
   """
   if not logits.ndim:
-    raise SchemeError("route needs the logits of all experts, and got a number.", fix="route(router(x), 2)")
+    raise SchemeError(
+      "route needs the logits of all experts, and got a number.", fix="nxp.parallel.route(router(x), 2)"
+    )
   _check(logits, top_k, score, bias, groups, top_groups, mask)
   count, logits = logits.shape[-1], logits.astype(jnp.float32)
   if mask is not None:  # padding may be NaN
@@ -214,6 +216,6 @@ def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1
     raise SchemeError(
       "balanced_bias needs a bias and a load for each expert.",
       details=f"bias {bias.shape}, load {load.shape}",
-      fix="balanced_bias(bias, routing.load)",
+      fix="nxp.parallel.balanced_bias(bias, routing.load)",
     )
   return bias + (rate * jnp.sign(load.mean() - load)).astype(bias.dtype)

@@ -57,10 +57,15 @@ def takes_several(loss_fn: LossFn) -> bool:
   return len(required) > 2 or (rest and bool(named))
 
 
-def check_several(loss_fns: Iterable[Callable[..., Any]], count: int) -> None:
-  """Refuses (`TrainError`) several arguments for a loss function that takes one batch."""
+def check_several(loss_fns: Iterable[Callable[..., Any]], count: int, *, has_optimizer: bool) -> None:
+  """Refuses (`TrainError`) several arguments, or an optimizer, for a loss that takes one batch."""
   for loss_fn in loss_fns:
     if not takes_several(loss_fn):
+      if has_optimizer:
+        raise TrainError(
+          "the step of nxp.eval_step takes no optimizer.",
+          fix="step(model, batch), or nxp.train_step(loss_fn).",
+        )
       raise TrainError(
         f"the step got {count} arrays after its objects, and its loss function takes one batch.",
         details=f"the loss function takes {_signature(loss_fn)}",

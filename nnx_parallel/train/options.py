@@ -105,7 +105,7 @@ class StepOptions:
       raise TrainError(
         f"{which} {missing[0]}=, which the step got.",
         details="\n".join(f"def loss_fn{inspect.signature(f)}" for f in losses.values()),
-        fix="give the loss function such an argument; options of a step belong to train_step(...).",
+        fix="give the loss function such an argument; options of a step belong to nxp.train_step(...).",
       )
     bound = {key: functools.partial(f, **taken[key]) if taken[key] else f for key, f in losses.items()}
     return dataclasses.replace(self, loss_fn=bound if isinstance(self.loss_fn, Mapping) else bound[None])

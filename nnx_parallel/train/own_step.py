@@ -68,7 +68,7 @@ def gather_on_read(loss_fn: F, model: Model | Plan, *, batch_axes: Sequence[str]
   if not isinstance(model, Plan) and not all(isinstance(x, nnx.Pytree) for x in objects_in(model)):
     raise TrainError(
       f"gather_on_read needs a live model, and got {with_article(type(model).__name__)}.",
-      fix="gather_on_read(loss_fn, model), or gather_on_read(loss_fn, plan)",
+      fix="nxp.parallel.gather_on_read(loss_fn, model), or nxp.parallel.gather_on_read(loss_fn, plan)",
     )
   gather = _gather_of(model, batch_axes)
 
@@ -122,6 +122,6 @@ def _gather_of(model: Model | Plan, batch_axes: Sequence[str] | None) -> Gather 
     raise TrainError(
       "gather_on_read does not know which mesh axes shard the batch.",
       details=f"mesh {axis_sizes(mesh)}; the model was made without a plan",
-      fix=f'gather_on_read(loss, model, batch_axes=("{mesh.axis_names[0]}",))',
+      fix=f'nxp.parallel.gather_on_read(loss, model, batch_axes=("{mesh.axis_names[0]}",))',
     )
   return Gather.of(shardings, axes, auto_mesh(mesh))

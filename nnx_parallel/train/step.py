@@ -117,7 +117,8 @@ class _Step:
     """One batch of the arrays that a call gave separately."""
     if not self._takes_several:  # once: a signature takes 10 us to read
       losses = self.options.loss_fn
-      check_several(losses.values() if isinstance(losses, Mapping) else [losses], 1 + len(more))
+      losses = losses.values() if isinstance(losses, Mapping) else [losses]
+      check_several(losses, 1 + len(more), has_optimizer=isinstance(batch, nnx.Optimizer))
       self._takes_several = True
     return (batch, *more)
 
@@ -576,7 +577,7 @@ def unknown_option(function: Callable[..., Any], name: str) -> TrainError:
   fix = "one of these."
   if near:
     fix = f"did you mean {near[0]}=? help(nxp.{function.__name__}) explains each."
-    fix = fix if near[0] in own else f"did you mean train_step(loss_fn, {near[0]}=...)?"
+    fix = fix if near[0] in own else f"did you mean nxp.train_step(loss_fn, {near[0]}=...)?"
   return TrainError(
     f"{function.__name__} has no option {name}.", details=f"options: {', '.join(own)}", fix=fix
   )

@@ -155,12 +155,12 @@ def check_step(
     >>> bool(found), len(found.leaves)
     (True, 8)
   """
-  check_plan(plan, "check_step(plan, None, loss_fn, batch)")
+  check_plan(plan, "nxp.check_step(plan, None, loss_fn, batch)")
   second: Any = other
   if not isinstance(second, nxp.Plan | None):
     raise nxp.errors.PlanError(
       f"check_step compares two plans, but the second is {with_article(type(second).__name__)}.",
-      fix="check_step(plan, None, loss_fn, batch) compares with one device.",
+      fix="nxp.check_step(plan, None, loss_fn, batch) compares with one device.",
     )
   if other is None:
     names = dict.fromkeys(map(str, plan.mesh.axis_names), 1)

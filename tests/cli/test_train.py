@@ -117,7 +117,7 @@ def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
   assert capsys.readouterr().err == (
     "RecipeError: the recipe tiny takes no text.\n"
     "  neither its init() nor its batches() has an argument named text\n"
-    "  Fix: leave --text out, or add the argument: def batches(start=0, *, split, text=None).\n"
+    "  Fix: leave --text out, or add the argument: def batches(start=0, *, split='train', text=None).\n"
   )
 
 

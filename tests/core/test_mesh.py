@@ -164,9 +164,9 @@ def test_the_form_of_jax_is_answered_with_names():
   assert str(caught.value) == (
     "the axes of a mesh are written as name=size, not as sizes and names.\n"
     "  given (2, 4), ('data', 'fsdp')\n"
-    "  Fix: make_mesh(data=2, fsdp=4)"
+    "  Fix: nxp.make_mesh(data=2, fsdp=4)"
   )
-  with pytest.raises(nxp.errors.MeshError, match=r"given 8\n  Fix: abstract_mesh\(data=16, fsdp=256\)"):
+  with pytest.raises(nxp.errors.MeshError, match=r"given 8\n  Fix: nxp.abstract_mesh\(data=16, fsdp=256\)"):
     nxp.abstract_mesh(8)
 
 

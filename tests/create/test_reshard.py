@@ -121,7 +121,8 @@ def test_arrays_that_do_not_fit():
     nxp.from_arrays({}, plan, optimizer={})
   with_optimizer = nxp.plan(stack, mesh(), RULES, optimizer=optax.sgd(0.1))
   with pytest.raises(
-    nxp.errors.PlanError, match=r"has an optimizer, but none was given.\n  Fix: pass optimizer="
+    nxp.errors.PlanError,
+    match=r"has an optimizer, but none was given.\n  Fix: model, optimizer = nxp.reshard",
   ):
     nxp.reshard(nxp.unsharded(stack), with_optimizer)
 

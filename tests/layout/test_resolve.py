@@ -69,7 +69,7 @@ REFUSED = {
     ("embd", "mlp"), (8, 8), {"embed": "fsdp", "mlp": "tensor"},
     "cannot shard mlp.up.kernel: dim 0 is named 'embd', which is neither a rule nor a mesh axis.\n"
     "  rules embed, mlp; mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: did you mean 'embed'? Add a rule, LogicalRules(embd='data'), or embd=None not to split it.",
+    "  Fix: did you mean 'embed'? Add a rule, nxp.LogicalRules(embd='data'), or embd=None not to split it.",
   ),
   "two dims on one axis": (
     ("embed", "mlp"), (8, 8), {"embed": "tensor", "mlp": "tensor"},
@@ -77,7 +77,7 @@ REFUSED = {
     " by dim 0 ('embed' -> 'tensor').\n"
     "  shape (8, 8), names ('embed', 'mlp'), rule 'mlp' -> 'tensor',"
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: give 'mlp' another candidate, or do not split it: mlp=LogicalRules.first('tensor', None).",
+    "  Fix: give 'mlp' another candidate, or do not split it: mlp=nxp.LogicalRules.first('tensor', None).",
   ),
   "two names in one dim on one axis": (
     (("a", "b"),), (8,), {"a": "fsdp", "b": "fsdp"},
@@ -86,21 +86,22 @@ REFUSED = {
   "axes that the mesh lacks": (
     ("mlp",), (8,), {"mlp": first("model", "experts")},
     "add the axis to the mesh (size 1 is fine), or do not split the dim:"
-    " mlp=LogicalRules.first('model', 'experts', None).",
+    " mlp=nxp.LogicalRules.first('model', 'experts', None).",
   ),
   "another rank": (
     ("embed", "mlp"), (8, 8, 8), {"embed": None, "mlp": None}, "2 names for an array of 3 dims"
   ),
   "no policy": (
     ("embed",), (8,), {"uneven": "padd", "embed": "fsdp"},
-    "resolve_spec got uneven='padd' (a str).\n  uneven: Uneven\n  Fix: uneven: what to do with a dim that",
+    "resolve_spec got uneven='padd' (a str).\n  uneven: 'error' or 'next' or 'pad' or 'replicate'\n"
+    "  Fix: uneven: what to do with a dim that",
   ),
   "an uneven dim": (
     ("embed", "mlp"), (8, 30), {"embed": None, "mlp": "fsdp"},
     "cannot shard mlp.up.kernel: dim 1 ('mlp') has length 30, which 4 shards cannot split evenly.\n"
     "  shape (8, 30), names ('embed', 'mlp'), rule 'mlp' -> ('fsdp',),"
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    '  Fix: pad it (uneven="pad", to 32), or replicate it with RuleSet.of(rules).replace(mlp=None).',
+    '  Fix: pad it (uneven="pad", to 32), or replicate it with nxp.RuleSet.of(rules).replace(mlp=None).',
   ),
   "an uneven dim of a path rule": (
     ("fsdp",), (30,), {"fsdp": "fsdp"}, "or replicate it with None in its rule."

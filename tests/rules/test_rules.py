@@ -64,35 +64,41 @@ REFUSED = [
     "('fsdp', 'data') can never be reached",
   ),
   (lambda: LogicalRules(name=("data", "data")), "('data', 'data') is not a tuple of distinct mesh axes"),
-  (lambda: LogicalRules(name=("data", 3)), "or several candidates: name=LogicalRules.first('tensor', None)"),
+  (
+    lambda: LogicalRules(name=("data", 3)),
+    "or several candidates: name=nxp.LogicalRules.first('tensor', None)",
+  ),
   (
     lambda: LogicalRules(heads=("tensor", None)),
     "rule for 'heads': ('tensor', None) is not a tuple of distinct mesh axes.\n"
     "  Fix: heads='fsdp', heads=('data', 'fsdp'), or several candidates:"
-    " heads=LogicalRules.first('tensor', None).",
+    " heads=nxp.LogicalRules.first('tensor', None).",
   ),
   (
     lambda: LogicalRules(batch=["data", "fsdp"]),
     "rule for 'batch': ['data', 'fsdp'] is a list, which does not say whether all axes split the dim"
-    " together.\n  Fix: batch=('data', 'fsdp') for all of them, batch=LogicalRules.first('data', 'fsdp') for"
-    " the first that fits.",
+    " together.\n  Fix: batch=('data', 'fsdp') for all of them, batch=nxp.LogicalRules.first('data', 'fsdp')"
+    " for the first that fits.",
   ),
   (lambda: LogicalRules(batch="data").replace(embed=["fsdp"]), "embed=('fsdp',) for all of them"),
   (
     lambda: RuleSet.of({"mlp": [("data", "fsdp"), None]}),
     "rule for 'mlp': [('data', 'fsdp'), None] is a list",
   ),
-  (lambda: LogicalRules({"col-x": []}), "{'col-x': ()} for all of them, {'col-x': LogicalRules.first()}"),
+  (lambda: LogicalRules({"col-x": []}), "{'col-x': ()} for all of them, {'col-x': nxp.LogicalRules.first()}"),
   (lambda: LogicalRules(mlp=4), "rule for 'mlp': (4,) is not"),
   (lambda: LogicalRules({"mlp": "tensor"}, mlp="fsdp"), "logical name 'mlp' has two rules.\n  Fix: keep one"),
   (lambda: LogicalRules(vocab="tensor", uneven={"vocab": "stretch"}), "does not fit these rules"),
   (lambda: LogicalRules(vocab="tensor", uneven={"words": "pad"}), "policies error, next, pad, replicate"),
   (lambda: LogicalRules(mlp="tensor", unknown="ignore"), 'use "error" or "replicate"'),
-  (lambda: RuleSet.of("fsdp"), "'fsdp' is not a sharding rule.\n  Fix: pass LogicalRules(embed=\"fsdp\")"),
-  (lambda: RuleSet.of([("embed", "fsdp")]), "through LogicalRules.from_linen(pairs)"),
+  (
+    lambda: RuleSet.of("fsdp"),
+    "'fsdp' is not a sharding rule.\n  Fix: pass nxp.LogicalRules(embed=\"fsdp\")",
+  ),
+  (lambda: RuleSet.of([("embed", "fsdp")]), "through nxp.LogicalRules.from_linen(pairs)"),
   (lambda: RuleSet.of([nxp.fsdp(), nxp.replicate()]), "two fallbacks: fsdp('fsdp', "),
   (lambda: RuleSet.of([{"mlp": "tensor"}, {"mlp": "fsdp"}]), "has two rules.\n  'tensor' and 'fsdp'"),
-  (lambda: nxp.fsdp(()), 'fsdp() needs a mesh axis.\n  Fix: fsdp("fsdp")'),
+  (lambda: nxp.fsdp(()), 'fsdp() needs a mesh axis.\n  Fix: nxp.fsdp("fsdp")'),
   (lambda: nxp.fsdp(("data", "data")), "fsdp(('data', 'data')) names an axis twice"),
   (lambda: PathRules([("(", None)]), "path rule '(' is not a regular expression: "),
   (lambda: PathRules([(("ok", "["), None)]), "path rule ('ok', '[') is not a regular expression"),
@@ -124,7 +130,7 @@ def test_axes_are_checked_against_a_mesh():
     "the rule for 'batch' can never apply: axis 'fsdp' is not in the mesh.\n"
     "  rule 'batch' -> ('data', 'fsdp'), mesh {'data': 8, 'fdsp': 1}\n"
     "  Fix: did you mean 'fdsp'? Otherwise do not split the dim on such a mesh:"
-    " batch=LogicalRules.first(('data', 'fsdp'), None)."
+    " batch=nxp.LogicalRules.first(('data', 'fsdp'), None)."
   )
 
 
@@ -213,13 +219,13 @@ def test_a_fix_is_python_whatever_the_name():
   with pytest.raises(ShardingError) as caught:
     nxp.resolve_spec(("col-alias",), (8,), {"layers": 2}, LogicalRules())
   assert caught.value.fix == (
-    "Add a rule, LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} not to split it."
+    "Add a rule, nxp.LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} not to split it."
   )
-  with pytest.raises(ShardingError, match=r"RuleSet\.of\(rules\)\.replace\(\{'a b': None\}\)"):
+  with pytest.raises(ShardingError, match=r"nxp\.RuleSet\.of\(rules\)\.replace\(\{'a b': None\}\)"):
     nxp.resolve_spec(("a b",), (3,), {"x": 2}, LogicalRules({"a b": "x"}))
-  with pytest.raises(ShardingError, match=r"do not split it: \{'a b': LogicalRules.first\('x', None\)\}"):
+  with pytest.raises(ShardingError, match=r"do not split it: \{'a b': nxp.LogicalRules.first\('x', None\)\}"):
     nxp.resolve_spec((("x"), "a b"), (4, 4), {"x": 2}, LogicalRules({"a b": "x"}))
-  with pytest.raises(ShardingError, match=r"Fix: PathRules\(\[\('\.\*kernel', None\)\]\)"):
+  with pytest.raises(ShardingError, match=r"Fix: nxp.PathRules\(\[\('\.\*kernel', None\)\]\)"):
     PathRules([("*kernel", None)])
 
 

@@ -116,7 +116,7 @@ WRONG = {
     {"rleu": True},
     r"takes no rleu=, which the step got\.\n  def loss_fn\(model, x, relu, power=2\)",
   ),
-  "an option of the step": ({"relu": True, "microbatches": 2}, r"options of a step belong to train_step"),
+  "an option of the step": ({"relu": True, "microbatches": 2}, r"options of a step belong to nxp.train_step"),
   "an array": ({"relu": jnp.ones(())}, r'constants of the program[\s\S]*"relu": relu\}'),
   "a list": ({"relu": [1]}, r"relu= is a list, and keywords are constants"),
   "a module": ({"relu": nnx.Rngs(0)}, r'relu= is an? Rngs[\s\S]*"relu": relu\}, \{"model": optimizer\}'),

@@ -112,7 +112,7 @@ def test_a_stage_that_has_no_axes_is_an_error_and_not_a_no_op():
   assert str(caught.value) == (
     "zero=1 splits nothing: no mesh axis splits the batch.\n"
     "  mesh {'data': 4, 'tensor': 2}\n"
-    "  Fix: zero_axes='data', or split the batch: LogicalRules(batch='data')."
+    "  Fix: zero_axes='data', or split the batch: nxp.LogicalRules(batch='data')."
   )
 
 

@@ -46,7 +46,8 @@ def settings(found: ConfigJson) -> dict[str, Any]:
       raise RecipeError(
         f"config.json has {key}={value!r}, which the module of {family!r} does not follow.",
         details=f"it follows: {', '.join(sorted(followed))}",
-        fix=f"copy the module and add it; or, if the key has no effect, from_config(..., ignore=[{key!r}]).",
+        fix=f"copy the module and add it; or, if the key has no effect,"
+        f" nxp.interop.from_config(..., ignore=[{key!r}]).",
       )
   return {**followed, **found}
 
