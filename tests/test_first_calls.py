@@ -35,6 +35,11 @@ def optimizer():
   return nnx.Optimizer(init(), optax.sgd(0.1), wrt=nnx.Param)
 
 
+def fit(batches=(X,), **options):
+  """A run whose arguments are wrong, to be called."""
+  return lambda: nxp.fit(nxp.train_step(loss), init(), optimizer(), batches, progress=False, **options)
+
+
 CALLS = {
   "an nnx.Optimizer": (
     lambda: nxp.plan(init, MESH(), optimizer=optimizer()),
@@ -169,6 +174,49 @@ CALLS = {
     lambda: nxp.memory_plan(PLAN(), nxp.train_step(loss), X),
     "a memory plan reads the loss function, but got a TrainStep",
     "the loss function of the train step",
+  ),
+  "the rules before the mesh": (
+    lambda: nxp.plan(init, nxp.fsdp(), MESH()),
+    "the mesh comes before the rules",
+    "nxp.plan(init, mesh, rules)",
+  ),
+  "a text to train": (
+    lambda: nxp.plan(init, MESH(), nxp.fsdp(), optimizer=optax.sgd(0.1), wrt="up"),
+    "wrt='up' selects none",
+    "wrt=nnx.PathContains('up')",
+  ),
+  "a batch rule over no axis": (
+    lambda: nxp.plan(init, MESH(), nxp.LogicalRules(batch="batch")),
+    "the rule for 'batch' can never apply",
+    "batch='fsdp'",
+  ),
+  "an optimizer for an evaluation": (
+    lambda: nxp.eval_step(loss)(init(), optimizer(), X),
+    "the step of nxp.eval_step takes no optimizer",
+    "step(model, batch)",
+  ),
+  "one batch to evaluate": (
+    lambda: nxp.evaluate(nxp.eval_step(loss), init(), X),
+    "evaluate needs an iterable of batches",
+    "[batch]",
+  ),
+  "one batch to train on": (fit(batches=X), "fit needs an iterable of batches", "[batch]"),
+  "batches without a position": (
+    fit(batches=lambda: [X]),
+    "batches is called with the number of samples",
+    "batches=lambda samples: nxp.batches(source, plan, batch=..., start=samples)",
+  ),
+  "a step to evaluate with": (
+    fit(evaluate=nxp.eval_step(loss), eval_every=1),
+    "evaluate is called with no arguments",
+    "evaluate=lambda: nxp.evaluate(eval_step, model, nxp.batches(held_out, plan))",
+  ),
+  "plans of several models": (fit(plan={"a": 1}), "fit takes one plan", "plan=plans['a']"),
+  "no batch at all": (fit(batches=[], steps=2), "there is no batch for step 1 of 2", 'last="pad"'),
+  "a policy of no meaning": (
+    lambda: next(nxp.batches([X], PLAN(), batch=8, last="pads")),
+    "last: 'drop' or 'pad' or 'keep'",
+    "what to do with a last batch",
   ),
   "a mesh to compare": (lambda: PLAN().diff(MESH()), "plan.diff needs a plan", "plan.diff(other)"),
   "no batch to compile": (

@@ -22,11 +22,15 @@ OK, FAILED, INTERRUPTED, CUT_SHORT = 0, 1, 130, 141  # argparse ends with 2; opt
 
 
 class _Parser(argparse.ArgumentParser):
-  """Proposes the nearest command for one that does not exist (Python 3.14 has `suggest_on_error=`)."""
+  """Proposes the nearest command or option (Python 3.14 has `suggest_on_error=`, for commands)."""
 
   def error(self, message: str) -> NoReturn:
     words = re.findall(r"'([\w-]+)'", message)
     near = difflib.get_close_matches(words[0], words[1:], 1) if "invalid choice" in message else []
+    if strange := re.match(r"unrecognized arguments: (?:.* )?(--[\w-]+)", message):
+      commands = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportUnknownMemberType]
+      usages = "".join(p.format_usage() for parsers in commands for p in parsers.values())
+      near = difflib.get_close_matches(strange[1], re.findall(r"--[\w-]+", usages), 1)
     super().error(message + (f". Fix: did you mean {near[0]}?" if near else ""))
 
 

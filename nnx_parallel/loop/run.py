@@ -631,6 +631,6 @@ def _flops(step: Any, model: Model, optimizer: Optimizers, batch: PyTree) -> flo
   if found.uncounted:
     warn(
       f"the recorded mfu is too low. {not_counted(found.uncounted)}\n"
-      "  Fix: fit(..., flops=...), for one device."
+      "  Fix: nxp.fit(..., flops=...), for one device."
     )
   return float(found.flops)

@@ -184,14 +184,14 @@ class Precision:
     elif self._low:
       warn(
         f"training {self.parameters} parameters without float32 masters loses updates below 1/512 of a"
-        " parameter. Fix: Precision.bfloat16_parameters(masters=True)"
+        " parameter. Fix: nxp.Precision.bfloat16_parameters(masters=True)"
       )
     if self.loss_scale:
       return with_loss_scale(tx)
     if jnp.float16 in (self.parameters, self.compute):
       warn(
         "float16 without a loss scale loses gradients below 6e-8."
-        " Fix: Precision.float16(), or loss_scale=True"
+        " Fix: nxp.Precision.float16(), or loss_scale=True"
       )
     return tx
 

@@ -153,7 +153,8 @@ def _optional(rules: Any) -> frozenset[str]:
 def _no_rule(item: object) -> ShardingError:
   if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.rules."):
     name = getattr(item, "__name__", "")
-    return ShardingError(f"the function {name} was not called, so it is not a rule.", fix=f"{name}()")
+    where = "nxp.presets" if item.__module__.endswith(".presets") else "nxp"
+    return ShardingError(f"the function {name} was not called, so it is not a rule.", fix=f"{where}.{name}()")
   return ShardingError(
     f"{item!r} is not a sharding rule.",
     fix='pass nxp.LogicalRules(embed="fsdp"), nxp.PathRules([...]), nxp.fsdp(), nxp.replicate(), or a list of'

@@ -104,7 +104,7 @@ def test_latest_and_best_are_steps_to_restore(tmp_path):
     ):
       checkpointer.restore(target_of(trees[1]), "newest")
   with pytest.raises(
-    CheckpointError, match=r'(?s)step="best" is unknown.*Fix: Checkpointer\(directory, best='
+    CheckpointError, match=r'(?s)step="best" is unknown.*Fix: nxp.Checkpointer\(directory, best='
   ):
     Checkpointer(tmp_path).restore(target_of(trees[1]), "best")
   with pytest.raises(CheckpointError, match="cannot find a step with the metric 'accuracy'"):

@@ -373,7 +373,9 @@ def test_adapters_that_do_not_fit_are_named(tmp_path):
     import_peft(peft_folder(tmp_path / "fewer", query()), model, theirs)
   model = fresh()
   add_lora(model, "layers.0.self_attn.q_proj", rank=4, rngs=nnx.Rngs(1))
-  with pytest.raises(CheckpointError, match=r"has rank 2 in .*\n.*\n  Fix: add_lora\(..., rank=2\)"):
+  with pytest.raises(
+    CheckpointError, match=r"has rank 2 in .*\n.*\n  Fix: nxp.interop.add_lora\(..., rank=2\)"
+  ):
     import_peft(peft_folder(tmp_path / "rank", query()), model, theirs)
 
 

@@ -39,8 +39,8 @@ def test_creation_can_warn_once_and_points_at_the_caller():
   assert warning.filename == __file__
   assert str(warning.message) == (
     "2 MiB of parameters are replicated on 8 devices: kernel float32[1024,512] (no annotation; fsdp could"
-    " split dim 0 (1024)). print(plan.audit()) lists them; fsdp() at the end of the rules splits them,"
-    " replicate() accepts them."
+    " split dim 0 (1024)). print(plan.audit()) lists them; nxp.fsdp() at the end of the rules splits them,"
+    " nxp.replicate() accepts them."
   )
 
 

@@ -126,13 +126,13 @@ def warn_replicated(plan: PlanTable) -> bool:
   others = sorted({finding.leaf.kind for finding in found if not finding.leaf.is_parameter})
   what = f"the model ({', '.join(others)})" if others else "parameters"
   fallback = plan.rules.fallback
-  mend = "fsdp() at the end of the rules splits them"
+  mend = "nxp.fsdp() at the end of the rules splits them"
   if fallback is not None and fallback.mode == "fsdp":
-    mend = 'plan(..., uneven="pad") splits dims that no axis divides'
+    mend = 'nxp.plan(..., uneven="pad") splits dims that no axis divides'
   message = (
     f"{held} of {what} are replicated on {plan.mesh.size} devices: {shown.name}"
     f" {format_array(shown.dtype, shown.shape)} ({shown.decision.reason}; {worst.remedy}){more}."
-    f" print(plan.audit()) lists them; {mend}, replicate() accepts them."
+    f" print(plan.audit()) lists them; {mend}, nxp.replicate() accepts them."
   )
   warn(message)
   return True
