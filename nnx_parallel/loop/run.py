@@ -55,10 +55,6 @@ _EVALUATE = "evaluate=lambda: nxp.evaluate(eval_step, model, nxp.batches(held_ou
 _RESCUE_S = 10.0  # in which all processes come to save the last step after an error
 
 
-class _NotFiniteError(TrainError):
-  """What `nonfinite="back"` goes back from."""
-
-
 @dataclasses.dataclass(frozen=True)
 class FitResult:
   """The result of a run.
@@ -133,7 +129,7 @@ class Run:
     self._compiled = False  # since the last tick of the clock
     self._late: Callable[[], None] | None = None  # reports the pending record
     self._before: Any = None  # the metrics of the step before
-    self._is_bad = False  # the loss of a step was not finite
+    self._is_bad = False  # the loss or the state of the last step is not finite
     self._good: GoodState | None = None  # of `nonfinite="back"`
     self._start_window()
 
@@ -246,7 +242,7 @@ class Run:
         self._add(number, batch, flush=evaluating or saving or keeping)
         if keeping:
           self._keep()
-      except _NotFiniteError as error:
+      except TrainError as error:
         self._go_back(error)
         continue
       if stop.asked(number):
@@ -291,8 +287,9 @@ class Run:
 
   def _keep(self) -> None:
     """Copies the state to host memory, to go back to; an error if it is not finite."""
+    self._is_bad = True
     _require_finite(saved_roots(self.model, self.optimizer), self.at.step)
-    first = self._good is None
+    self._is_bad, first = False, self._good is None
     self._good = GoodState.of(self.model, self.optimizer, self.at.step, self.at.stop)
     if first:
       size = format_bytes(self._good.nbytes)
@@ -300,9 +297,9 @@ class Run:
       self._shown.note(self.at.step, f"{text} and with each evaluation and save")
     self._clock.start()
 
-  def _go_back(self, error: _NotFiniteError) -> None:
-    """Puts the last good state into the live objects; the data goes on. Or raises the error."""
-    if (good := self._good) is None:
+  def _go_back(self, error: TrainError) -> None:
+    """Puts the last good state into the live objects, and the data goes on; raises any other error."""
+    if (good := self._good) is None or not self._is_bad:
       raise error
     if not good.may_return:
       error.add_note(f"the run went back {good.times} times to step {good.step}")
@@ -419,7 +416,7 @@ class Run:
       self._flush()
       if self._good is not None and self._good.step < self.at.step:
         self._keep()
-    except _NotFiniteError as error:
+    except TrainError as error:
       self._go_back(error)
 
   def _fail(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -441,7 +438,7 @@ class Run:
       values["back_to"] = self._good.step
     self._record(number, values, fetched, last=self.evaluate is None)
     if self._is_bad:
-      raise _NotFiniteError(
+      raise TrainError(
         f"the loss of step {number} is {values['loss']}: training further is of no use.",
         details=", ".join(f"{k} {v:.4g}" for k, v in values.items()),
         fix="a lower learning rate, or clipped gradients: optax.chain(optax.clip_by_global_norm(1.0), tx);\n"
@@ -581,7 +578,7 @@ def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> Non
       if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.inexact)
     }
   if bad := [name for name, sound in found.items() if not sound]:
-    raise _NotFiniteError(
+    raise TrainError(
       f"step {number} is not saved: {bad[0]} is not finite.",
       details=f"{len(bad)} of {len(found)} arrays hold a NaN or an infinity; the steps saved before are"
       " untouched",
