@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
+from nnx_parallel.core.jaxprs import is_tracer
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, mesh_inside
 from nnx_parallel.core.text import format_array, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -46,7 +47,13 @@ def on_shards(
   def placed(tree: PyTree, spec: PartitionSpec) -> PyTree:
     return jax.tree.map(lambda x: laid_out(x, mesh, spec, manual), tree)
 
-  return lambda *args: mapped(*map(placed, args, in_specs))
+  def run(*args: PyTree) -> PyTree:
+    given = [*map(placed, args, in_specs)]
+    # jax 0.10.2 cannot run a shard_map over some axes outside of jit on arrays that others split.
+    traced = any(map(is_tracer, jax.tree.leaves(given)))
+    return (mapped if traced or not names else jax.jit(mapped))(*given)
+
+  return run
 
 
 def laid_out(
