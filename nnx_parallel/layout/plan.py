@@ -62,8 +62,7 @@ class Plan(PlanTable, Generic[R]):
     init: the constructor that was planned; None if the plan was read from JSON.
     tx: the Optax transformation, or None if the plan has no optimizer.
     wrt: which Variables the optimizer trains.
-    abstract: the graph definition and the abstract state of the model and of the optimizer; empty without
-      `init`.
+    abstract: graph definition and abstract state of the model and of the optimizer; empty without `init`.
   """
 
   init: Callable[[], nnx.Module] = None  # pyright: ignore[reportAssignmentType]  # check_plan refuses it
