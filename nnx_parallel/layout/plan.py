@@ -385,7 +385,7 @@ def no_constructor() -> PlanError:
 def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
   """Raises a `PlanError` unless `plan` is a plan, with a constructor if the `call` creates."""
   if not isinstance(plan, Plan):
-    name = call.partition("(")[0].rpartition(".")[2]
+    name = call.partition("(")[0].removeprefix("nxp.")
     raise PlanError(
       f"{name} needs a plan, and got a value of type {type(plan).__name__}.",
       fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",

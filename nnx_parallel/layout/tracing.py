@@ -474,5 +474,5 @@ def nothing_selected(wrt: nnx.filterlib.Filter, model: Abstract) -> PlanError:
   return PlanError(
     f"wrt={wrt!r} selects none of the model's Variables, so there is nothing to train.",
     details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
-    fix=f"wrt=nnx.Param; or by paths, nnx.PathContains({wrt if isinstance(wrt, str) else 'head'!r}).",
+    fix=f"wrt=nnx.PathContains({wrt if isinstance(wrt, str) else 'head'!r}), or wrt=nnx.Param.",
   )
