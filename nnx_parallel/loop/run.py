@@ -433,13 +433,15 @@ class Run:
       values["mfu"] = mfu
     self._shown.update(number, values, compiled=compiled)
     fetched = to_host(arrays) if arrays and self.trackers else {}
-    self._is_bad = self.nonfinite != "continue" and not math.isfinite(values.get("loss", 0.0))
+    # `loss`, or `critic/loss` and others of a dict of losses
+    losses = [value for name, value in values.items() if name.rpartition("/")[2] == "loss"]
+    self._is_bad = self.nonfinite != "continue" and not all(map(math.isfinite, losses))
     if self._is_bad and self._good is not None and self._good.may_return:
       values["back_to"] = self._good.step
     self._record(number, values, fetched, last=self.evaluate is None)
     if self._is_bad:
       raise TrainError(
-        f"the loss of step {number} is {values['loss']}: training further is of no use.",
+        f"the loss of step {number} is {sum(losses)}: training further is of no use.",
         details=", ".join(f"{k} {v:.4g}" for k, v in values.items()),
         fix="a lower learning rate, or clipped gradients: optax.chain(optax.clip_by_global_norm(1.0), tx);\n"
         'then resume="latest" from a checkpoint.',

@@ -228,6 +228,32 @@ def test_a_run_that_goes_back_begins_its_profile_again(tmp_path):
   assert list(tmp_path.rglob("*.xplane.pb"))
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_several_models_go_back_together(explicit):
+  """A dict of losses, whose metrics have the names of the models."""
+  mesh = nxp.make_mesh(data=4, fsdp=2, explicit=explicit)
+  where = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, nxp.fsdp(min_size=8), optimizer=optax.adam(1e-2))
+  step = nxp.train_step({
+    "a": lambda both, x: jnp.square(both["a"](x) - both["b"](x)).mean(),
+    "b": lambda both, x: jnp.square(both["b"](x) - x).mean(),
+  })  # fmt: skip
+  data = [*itertools.islice(endless(), 8)]
+  bad = [x * np.float32(math.nan if i == 3 else 1) for i, x in enumerate(data)]
+
+  def run(batches, **options):
+    pairs = {name: nxp.create_sharded_model(where) for name in "ab"}
+    models, optimizers = ({name: pair[n] for name, pair in pairs.items()} for n in (0, 1))
+    result = nxp.fit(step, models, optimizers, batches, plan=where, progress=False, **options)
+    return nnx.state((models, optimizers)), result
+
+  got, result = run(bad, nonfinite="back")
+  assert [(r["step"], r["back_to"]) for r in result.history if "back_to" in r] == [(4, 0)]
+  same = jax.tree.map(lambda a, b: (a == b).all(), got, run(data[5:])[0])
+  assert all(jax.tree.leaves(same))
+  with pytest.raises(nxp.errors.TrainError, match=r"the loss of step 4 is nan"):
+    run(bad)
+
+
 def test_a_run_does_not_go_back_for_ever():
   with pytest.raises(nxp.errors.TrainError, match=r"the loss of step 1 is nan") as caught:
     fit(itertools.repeat(np.full((16, 4), np.nan, np.float32)), nonfinite="back", on=placed(plan()))
