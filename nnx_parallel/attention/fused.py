@@ -312,6 +312,9 @@ def _conditions(form: _Form, lengths: Mapping[int, int], made: Makers) -> list[C
   """Booleans that all must hold where a score is kept: masks are taken apart at their `and`."""
 
   def apart(var: Var, labels: Labels, kept: bool) -> list[Condition]:
+    number = origin(var, made, PLACES)
+    if isinstance(number, core.Literal) and bool(number.val) == kept:  # `jnp.ones(shape, bool) & mask`
+      return []
     eqn = maker(var, made)
     name = None if eqn is None else eqn.primitive.name
     joins = name in (*PLACES, "not", "and" if kept else "or")
