@@ -193,7 +193,7 @@ def test_an_operation_can_be_run_as_if_from_its_own_line():
   ],
 )  # fmt: skip
 def test_operations_name_their_dims_under_known_parameters(name, known, function):
-  """`core/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
+  """`attention/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
   assert known <= set(equations(function, X)[name].params)
 
 
@@ -599,7 +599,7 @@ def test_arrays_and_tracers_can_be_weakly_referenced():
 
 
 def test_a_manual_program_names_its_axes_and_specs():
-  """`core/flow.py` reads the layout of its results there."""
+  """`attention/flow.py` reads the layout of its results there."""
   mesh = nxp.make_mesh(x=8)
   mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
   params = equations(mapped, np.ones(8, np.float32))["shard_map"].params
@@ -691,7 +691,7 @@ def test_a_jit_within_a_trace_is_one_operation():
 
 
 def test_arrays_of_one_rank_may_have_dims_of_length_1_in_elementwise_operations():
-  """`core/tiles.py` leaves such dims whole."""
+  """`attention/tiling.py` leaves such dims whole."""
   program = jax.make_jaxpr(lambda x: x - x.max(1, keepdims=True))(jnp.ones((2, 3))).jaxpr
   shapes = {v.aval.shape for eqn in program.eqns if eqn.primitive.name == "sub" for v in eqn.invars}
   assert shapes == {(2, 3), (2, 1)}
@@ -727,7 +727,7 @@ print(jax.jit(both)(x, jax.device_put(jnp.ones((16, 8)), at(("tensor", "fsdp")))
 
 @pytest.mark.slow
 def test_a_parameter_that_only_one_of_two_products_gathers_ends_the_process():
-  """Why `layout/gather.py` gathers a parameter at each read, not only in products with the batch."""
+  """Why `layers/gather.py` gathers a parameter at each read, not only in products with the batch."""
   found = subprocess.run([sys.executable, "-c", ONE_GATHERS], capture_output=True, text=True, check=False)
   assert found.returncode == (0 if OLD else -signal.SIGABRT), found.stderr
   assert OLD or "HloShardingV3" in found.stderr

@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.tiling import BlockNumbers, DimName, Grid, Labels, fill, finite
 from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import BlockNumbers, DimName, Grid, Labels, fill, finite
 from nnx_parallel.core.types import AnyArray, PyTree
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from nnx_parallel.core.flow import Flow, flow_facts, follow_flows, unsplit
+from nnx_parallel.attention.flow import Flow, flow_facts, follow_flows, unsplit
 from nnx_parallel.core.interpret import facts_of, read
 from nnx_parallel.core.jaxprs import open_jaxpr
 from nnx_parallel.core.types import AnyArray, PyTree
