@@ -109,10 +109,7 @@ def dim_map(eqn: JaxprEqn) -> DimMap | None:
 def moved(
   dim: int, outer: int, length: int, before: Sequence[int], after: Sequence[int]
 ) -> tuple[int, int] | None:
-  """Where a part of a dim goes in a reshape: its new dim, and the size before it there; None if it is split.
-
-  The dim is `outer x length x rest`. The product of the sizes ahead of the part stays.
-  """
+  """Where a part of a dim (`outer x length x rest`) goes in a reshape: dim, size before it there; or None."""
   if 0 in (*before, *after):
     return None
   ahead = math.prod(before[:dim]) * outer

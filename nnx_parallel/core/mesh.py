@@ -174,10 +174,8 @@ def auto_mesh(mesh: M) -> M:
 
 @contextlib.contextmanager
 def use_mesh(mesh: AnyMesh | None) -> Generator[None]:
-  """Makes a mesh active in a block, or none: `jax.set_mesh` acts where it is called, not where it is entered.
-
-  In a trace, where there are no devices to set, a mesh is used by its axes alone.
-  """
+  """Makes a mesh active in a block, or none: `jax.set_mesh` acts where it is called, not entered."""
+  # In a trace, where there are no devices to set, a mesh is used by its axes alone.
   with contextlib.ExitStack() as stack:
     with contextlib.suppress(ValueError):  # in a trace
       stack.enter_context(jax.set_mesh(mesh if isinstance(mesh, Mesh) else None))

@@ -72,10 +72,8 @@ class Folder:
 
   @functools.cached_property
   def has_own_head(self) -> bool | None:
-    """Whether the weights have a head that differs from the embedding; None without weights.
-
-    The values decide, as in transformers: files may hold a head although `config.json` ties it.
-    """
+    """Whether the weights have a head that differs from the embedding; None without weights."""
+    # The values decide, as in transformers: files may hold a head although `config.json` ties it.
     if not self.tensors:
       return None
     return self._tied.get(_HEAD) is False  # and not where there is no head

@@ -77,10 +77,8 @@ class Transform:
     return [*jnp.unstack(array)] if split else [array]
 
   def spec_of_file(self, leaf: PartitionSpec, rank: int) -> PartitionSpec:
-    """The spec of an array of the file with `rank` dims, so that its rule moves nothing between devices.
-
-    Each dim gets the axes of the leaf's dim that starts with the same axis of the pattern.
-    """
+    """The spec of an array of the file with `rank` dims, so that its rule moves nothing between devices."""
+    # Each dim gets the axes of the leaf's dim that starts with the same axis of the pattern.
     entries = [*([None] if self.cut else []), *leaf]
     if "..." in self.pattern:
       return PartitionSpec()
@@ -515,10 +513,8 @@ def import_arrays(
   weight_map: WeightMap,
   skip: Iterable[str],
 ) -> Any:
-  """Makes a model, and its optimizer, from the arrays that `sources` finds; each process reads its share.
-
-  An error on one process is raised on all. Leaves that `skip` names and random state are initialised.
-  """
+  """Makes a model, and its optimizer, from the arrays that `sources` finds; each process reads its share."""
+  # An error on one process is raised on all. Leaves that `skip` names and random state are initialised.
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]
 

@@ -23,10 +23,8 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
-  """Finds output projections with the query's names, which flax passes on unless they have their own.
-
-  Logical names are an error; mesh axes are valid, though probably unintended, and give a note.
-  """
+  """Finds output projections with the query's names, which flax passes on unless they have their own."""
+  # Logical names are an error; mesh axes are valid, though probably unintended, and give a note.
   notes: list[str] = []
   for path, module in iter_nodes(model):
     if not isinstance(module, nnx.MultiHeadAttention):

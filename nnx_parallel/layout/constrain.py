@@ -157,10 +157,9 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 
 
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
-  """The scope of the plans that Variables were made from; None without a plan.
-
-  The plans may have different rules, but not (`TrainError`) other meshes, axes of the batch or of positions.
-  """
+  """The scope of the plans that Variables were made from; None without a plan."""
+  # The plans may have different rules, but not (`TrainError`) other meshes, axes of the batch or of
+  # positions.
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
   scopes = dict.fromkeys(scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None)
   found = dict.fromkeys(dataclasses.replace(scope, own=()) for scope in scopes)
@@ -232,10 +231,9 @@ def axes_of_maps() -> frozenset[str]:
 
 
 def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
-  """The axes of `mapped_axes`: a `jax.shard_map` over other axes must be manual over them too.
-
-  The rule for `vmap` splits the arrays of a `shard_map` over them; on an Explicit mesh it follows the types.
-  """
+  """The axes of `mapped_axes`: a `jax.shard_map` over other axes must be manual over them too."""
+  # The rule for `vmap` splits the arrays of a `shard_map` over them; on an Explicit mesh it follows the
+  # types.
   return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else axes_of_maps()
 
 

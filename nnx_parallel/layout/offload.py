@@ -48,10 +48,8 @@ def check_kind(kind: str | None) -> None:
 def stream(
   tx: optax.GradientTransformation, rows: Mapping[str, tuple[Path | None, int]]
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation that also takes state in host memory: fetched, updated and put back, group by group.
-
-  `rows`: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
-  """
+  """Makes a transformation also take state in host memory: fetched, updated and put back by groups."""
+  # `rows`: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
   inner = accept_extra(tx)
 
   def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

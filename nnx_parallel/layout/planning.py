@@ -159,10 +159,8 @@ def plan(
 def plan_with_traces(
   init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
 ) -> tuple[Plan, dict[Root, Trace]]:
-  """Like `plan`; also returns the traces, for a caller that creates the model right away.
-
-  A plan does not keep them: data that `init` reads (a seed, a table) may change before a later creation.
-  """
+  """Like `plan`; also returns the traces, for a caller that creates the model right away."""
+  # A plan does not keep them: data that `init` reads (a seed, a table) may change before a later creation.
   _check_options(mesh, rules, options)
   tx, wrt, zero = options.get("optimizer"), options.get("wrt", nnx.Param), options.get("zero", 0)
   uneven: Uneven = options.get("uneven", "error")

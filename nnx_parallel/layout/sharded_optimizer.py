@@ -176,10 +176,8 @@ def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool
 def _update_on_auto_axes(
   optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]
 ) -> optax.Updates:
-  """Lets the compiler choose the layouts inside optax, and returns every array in its old layout.
-
-  The loss cannot be called there, since it was traced for Explicit axes.
-  """
+  """Lets the compiler choose the layouts inside optax, and returns every array in its old layout."""
+  # The loss cannot be called there, since it was traced for Explicit axes.
   functions = {name: _no_function for name, value in extra.items() if callable(value)}
   extra = {name: value for name, value in extra.items() if name not in functions}
   graphdef, state = nnx.split((model, optimizer))

@@ -92,13 +92,11 @@ class _Mixed(Exception):
 def factors(
   part: Program, whole: Program, parts: int, splits: Sequence[bool], wanted: Sequence[str]
 ) -> tuple[list[float], Draws, str]:
-  """How the results for a batch follow from those for its parts, by closed jaxprs of one part, and of all.
-
-  `splits`: for each flat input, whether the parts split its dim 0; else all get the same. `wanted`: for each
-  flat result, the `"mean"` or `"sum"` of the parts' results, their `"rows"`, one after the other, or the
-  `"same"`, whatever the examples. Returns the factor of each, the random numbers for the examples, and why
-  some result does not follow: empty if all do.
-  """
+  """How the results for a batch follow from those for its parts, by closed jaxprs of one part, and of all."""
+  # `splits`: for each flat input, whether the parts split its dim 0; else all get the same. `wanted`: for
+  # each flat result, the "mean" or "sum" of the parts' results, their "rows", one after the other, or the
+  # "same", whatever the examples. Returns the factor of each, the random numbers for the examples, and why
+  # some result does not follow: empty if all do.
   pair = _Pair(parts)
   found: list[float] = []
   facts = [*zip(pair.walk(part, whole, [ROWS if x else SAME for x in splits]), wanted, strict=True)]
@@ -345,11 +343,9 @@ def _same_parameters(eqn: JaxprEqn, other: JaxprEqn) -> bool:
 
 
 def _merge(dims: DimMap, facts: Sequence[Fact]) -> Fact:
-  """The result of a function that is linear in each of its operands, or of the operands at each position.
-
-  If the operands have the examples along one factor of the operation, the result has them along that factor,
-  or, if no dim of the result has the factor, is the sum of the results of the parts.
-  """
+  """The result of a function that is linear in each of its operands, or of the operands at each position."""
+  # If the operands have the examples along one factor of the operation, the result has them along that
+  # factor, or, if no dim of the result has the factor, is the sum of the results of the parts.
   power = sum((fact.power for fact in facts), Fraction(0))
   pairs = [*zip(dims.operands, facts, strict=True)]
   along = {own[fact.dim] for own, fact in pairs if fact.kind == "rows"}

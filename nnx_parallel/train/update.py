@@ -40,10 +40,8 @@ T = TypeVar("T")
 def update(
   options: StepOptions, models: Model, optimizers: Optimizers, batch: PyTree, layout: StepLayout
 ) -> tuple[Metrics, str, LayersUsed]:
-  """Updates traced `models` and `optimizers` in place; several are in tuples or dicts with the same keys.
-
-  Returns metrics, how gradients were reduced, and how layers were computed.
-  """
+  """Updates traced `models` and `optimizers` in place; several are in tuples or dicts with the same keys."""
+  # Returns metrics, how gradients were reduced, and how layers were computed.
   check_examples(batch)
   if not isinstance(options.loss_fn, Mapping):
     return _update_once(options, options.loss_fn, models, by_key(models, optimizers), batch, layout)
@@ -94,10 +92,8 @@ def by_key(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
 def gradients_of(
   options: StepOptions, loss: Differentiable, batch: PyTree, layout: StepLayout
 ) -> tuple[Total, Arrays]:
-  """The sums over the parts of a batch, and the gradient of the mean loss for each trained array.
-
-  The gradients are multiplied by the loss scale, if there is one.
-  """
+  """The sums over the parts of a batch, and the gradient of the mean loss for each trained array."""
+  # The gradients are multiplied by the loss scale, if there is one.
   layout = layout.of(loss)
   if options.in_one_piece:
     total = whole_batch(loss, batch, layout)
