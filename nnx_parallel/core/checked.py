@@ -175,14 +175,9 @@ def _is_filter(value: Any) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-  items = (
-    [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple | list) else [value]
-  )
+  several = [*value.values()] if isinstance(value, dict) else value
+  items = several if isinstance(several, tuple | list) else [value]
   return bool(items) and all(isinstance(x, nnx.Pytree) for x in items)
-
-
-def _is_path(value: Any) -> bool:
-  return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
 
 
 def is_array(value: Any) -> bool:
@@ -198,7 +193,7 @@ _NAMED = {
   "Only": _Named(lambda x: fits(x, set[str] | frozenset[str]) or _is_filter(x)),
   "Optimizers": _Named(_is_model),
   "nnx.filterlib.Filter": _Named(_is_filter),
-  "os.PathLike[str]": _Named(_is_path),
+  "os.PathLike[str]": _Named(lambda x: isinstance(x, str | os.PathLike) and bool(os.fspath(x))),
 }
 
 

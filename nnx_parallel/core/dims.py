@@ -272,10 +272,6 @@ def _reshape(eqn: JaxprEqn) -> DimMap:
   return DimMap((tuple(own), *rest), (shared,), major=frozenset(major))
 
 
-def _dot(eqn: JaxprEqn) -> DimMap:
-  return _product(eqn, *eqn.params["dimension_numbers"])
-
-
 def _ragged_dot(eqn: JaxprEqn) -> DimMap | None:
   """Rows of the left operand in groups, each with a separate right operand: a layer of experts."""
   numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -390,7 +386,7 @@ _RULES: Mapping[str, Callable[[JaxprEqn], DimMap | None]] = {
   "concatenate": _mixing("dimension"),
   "conv_general_dilated": _convolution,
   "custom_jvp_call": _custom_derivative,
-  "dot_general": _dot,
+  "dot_general": lambda eqn: _product(eqn, *eqn.params["dimension_numbers"]),
   "fft": _leading(lambda eqn: len(eqn.params["fft_lengths"])),
   "gather": _gather,
   "iota": _iota,

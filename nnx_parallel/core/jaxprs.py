@@ -84,11 +84,6 @@ def is_marked(eqn: JaxprEqn) -> bool:
   return str(eqn.params.get("name", "")).startswith(MARK)
 
 
-def is_random(eqn: JaxprEqn) -> bool:
-  """Whether an operation draws random numbers, or changes their keys."""
-  return any(part in eqn.primitive.name for part in ("random", "rng_", "threefry"))
-
-
 def is_call_or_checkpoint(eqn: JaxprEqn) -> bool:
   """Whether an operation calls a program, and perhaps computes it again in the backward pass."""
   return is_call(eqn) or is_checkpoint(eqn)

@@ -193,8 +193,9 @@ def no_mesh() -> Generator[None]:
 
 def own_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[None]:
   """Makes the mesh of a program's arrays active in a block, if another mesh is active; nothing in a trace."""
-  nothing = mesh is None or jax.sharding.get_abstract_mesh().empty or is_tracing() or _is_active(mesh)
-  return contextlib.nullcontext() if nothing else use_mesh(mesh)
+  if mesh is None or jax.sharding.get_abstract_mesh().empty or is_tracing() or _is_active(mesh):
+    return contextlib.nullcontext()
+  return use_mesh(mesh)
 
 
 def _is_active(mesh: AnyMesh) -> bool:
@@ -234,15 +235,8 @@ def mesh_inside(mesh: M) -> M:
 
 def explicit_axes(mesh: AnyMesh) -> bool | list[str]:
   """What `make_mesh` takes as `explicit` for axes of these types."""
-  names = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  found = [str(name) for name, kind in names if kind == AxisType.Explicit]
+  found = [*map(str, mesh.explicit_axes)]
   return found if 0 < len(found) < len(mesh.axis_names) else is_explicit(mesh)
-
-
-def is_explicit_here(axis: str | None) -> bool:
-  """Whether an axis of the active mesh is Explicit."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(axis) == AxisType.Explicit
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:

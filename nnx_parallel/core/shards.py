@@ -28,10 +28,9 @@ def on_shards(
   # `f` places its own collectives and has its own backward pass: JAX checks neither.
   if mesh is None:
     return f
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  manual = {name for name, kind in kinds.items() if kind != AxisType.Manual} if axes is None else set(axes)
+  manual = {*mesh.axis_names} - {*mesh.manual_axes} if axes is None else {*axes}
   # None named is all of them: a `vmap` over an Explicit axis takes it out of the mesh.
-  names: Any = set() if axes is None and AxisType.Manual not in kinds.values() else manual
+  names: Any = set() if axes is None and not mesh.manual_axes else manual
   mapped = jax.shard_map(
     f,
     mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
@@ -104,8 +103,7 @@ def compute_on_auto_axes(
 
 def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
   """The Explicit axes of a spec, which a type can express."""
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  auto = frozenset(str(name) for name, kind in kinds.items() if kind != AxisType.Explicit)
+  auto = frozenset(mesh.axis_names).difference(mesh.explicit_axes)
   return PartitionSpec(*(entry_of(without(axes_of(entry), auto)) for entry in spec))
 
 

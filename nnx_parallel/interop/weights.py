@@ -223,7 +223,7 @@ class Group:
     """Makes leaves of the model, of these layers or all, from the arrays of the file, ordered as `names`."""
     kept = self.layers if layers is None else layers
     structs = [wanted[path].struct for path in kept.values()]
-    outs = tuple(_auto_struct(struct) for struct in structs)
+    outs = tuple(x.update(sharding=x.sharding and auto_layout(x.sharding)) for x in structs)
     if self.rule.transform == _COPY and _is_placed(sources[0], outs[0]):
       made = sources
     else:
@@ -630,11 +630,6 @@ def _program(
     return [pad(made[i].astype(out.dtype), out.shape) for i, out in zip(kept, outs, strict=True)]
 
   return jax.jit(make, out_shardings=[out.sharding for out in outs])
-
-
-def _auto_struct(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  layout = None if struct.sharding is None else auto_layout(struct.sharding)
-  return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=layout)
 
 
 def _is_placed(source: Any, out: jax.ShapeDtypeStruct) -> bool:

@@ -26,6 +26,7 @@ from nnx_parallel.core.nodes import (
   iter_nodes,
   kind_of,
   merge,
+  parts_of_type,
   path_str,
   value_of,
   variables,
@@ -34,7 +35,7 @@ from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import ClosedJaxpr, Leaf, Model, PyTree, State, Var
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
-from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, per_matrix_states
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.stated import stated_specs, without_shardings
 
 NEEDS_VALUES = (
@@ -439,7 +440,7 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.
       if isinstance(leaf, nnx.Variable):
         leaf.set_metadata(_ORIGIN, path)
     optimizer = make_optimizer(traced, tx, wrt)
-    for state in per_matrix_states(optimizer.opt_state):
+    for state in parts_of_type(optimizer.opt_state, optimizer_layout.PerMatrixState):
       for leaf in jax.tree.leaves(state.groups, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         leaf.set_metadata(_MATRICES, True)
     for path, leaf in variables(optimizer).items():

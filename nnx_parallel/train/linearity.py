@@ -273,7 +273,7 @@ class _Pair:
         found = found if fact.kind == "zero" else fact
         continue
       if {found.kind, fact.kind} == {"same", "sum"}:
-        found, fact = map(_as_sum, (found, fact))
+        found, fact = (Fact("sum", x.power - 1) if x.kind == "same" else x for x in (found, fact))
       _check(found == fact)
     return found
 
@@ -364,11 +364,6 @@ def _at(result: Sequence[int | None], own: Sequence[int | None], fact: Fact) -> 
     return fact
   _check(own[fact.dim] is not None and own[fact.dim] in result)
   return dataclasses.replace(fact, dim=result.index(own[fact.dim]))
-
-
-def _as_sum(fact: Fact) -> Fact:
-  """A value that is equal in all parts, as a sum over the parts."""
-  return Fact("sum", fact.power - 1) if fact.kind == "same" else fact
 
 
 def _dual(fact: Fact) -> Fact:

@@ -155,17 +155,15 @@ def _not_a_term(name: str, value: Value) -> TrainError:
     f"{what} must be a scalar or nxp.weighted(sum, count); the loss function returned {_show(value)}.",
     details="return loss or (loss, metrics); the sum of a metric may be an array, over one count or a count"
     " for each element",
-    fix=_fix_of_metric(name, value) if name != "loss" else _fix_of_loss(value),
+    fix=_fix(name, value),
   )
 
 
-def _fix_of_metric(name: str, value: Value) -> str:
-  if isinstance(value, tuple):
+def _fix(name: str, value: Value) -> str:
+  if name != "loss" and isinstance(value, tuple):
     return f'nxp.weighted(sum, count) for a weighted mean; or two metrics: {{"{name}": a, "other": b}}.'
-  return "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
-
-
-def _fix_of_loss(value: Value) -> str:
+  if name != "loss":
+    return "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
   if value is None:
     return "end the loss function with: return loss"
   if isinstance(value, Mapping):

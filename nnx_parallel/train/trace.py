@@ -168,8 +168,12 @@ def differentiable(
     if pipeline.order is None and scale is not None and pipeline.recompute:  # 1F1B has no loss scale
       gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
       options = dataclasses.replace(options, layers=gpipe)
-    elif pipeline.order != "gpipe":
-      _check_unscaled(scale)
+    elif pipeline.order != "gpipe" and scale is not None:
+      raise TrainError(
+        "a pipeline in the order 1F1B computes gradients before the loss scale multiplies the loss, so"
+        " they would underflow.",
+        fix='nxp.Pipeline("stage", order="gpipe"); or bfloat16, which needs no loss scale.',
+      )
     ungathered = chosen = _pipeline(by_layer, options, pure.used)
   return Differentiable(
     objective=chosen if scale is None else _scale(chosen),
@@ -219,15 +223,6 @@ def _pipeline(objective: Objective, options: StepOptions, used: LayersUsed) -> O
     return with_stages(of_model, options.layers, options.microbatches, ends, used)((train, rest), batch)
 
   return pipelined
-
-
-def _check_unscaled(scale: jax.Array | None) -> None:
-  if scale is not None:
-    raise TrainError(
-      "a pipeline in the order 1F1B computes gradients before the loss scale multiplies the loss, so"
-      " they would underflow.",
-      fix='nxp.Pipeline("stage", order="gpipe"); or bfloat16, which needs no loss scale.',
-    )
 
 
 def _scale(objective: Objective) -> Objective:

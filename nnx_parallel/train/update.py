@@ -212,7 +212,12 @@ def apply(
   optimizer: Optimizer, model: Model, grads: PyTree, loss: jax.Array, value_fn: Callable[[PyTree], jax.Array]
 ) -> None:
   """Updates a traced model; optimizers that search along a line also get the loss and its function."""
-  _check_transformation(optimizer)
+  if parts_of_type(optimizer.opt_state, optax.LookaheadState):
+    raise TrainError(
+      "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
+      details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",
+      fix="use the fast optimizer alone; nnx.clone(model) and optax.incremental_update keep a slow copy.",
+    )
   extra: dict[str, Any] = {}
   if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
     given = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
@@ -242,12 +247,3 @@ def extra_arguments(tx: optax.GradientTransformation, state: PyTree, given: dict
     if parts_of_type(state, kind) or not takes_any
   }
   return {name: x for name, x in {**given, **more}.items() if takes_any or name in parameters}
-
-
-def _check_transformation(optimizer: Optimizer) -> None:
-  if parts_of_type(optimizer.opt_state, optax.LookaheadState):
-    raise TrainError(
-      "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
-      details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",
-      fix="use the fast optimizer alone; nnx.clone(model) and optax.incremental_update keep a slow copy.",
-    )
