@@ -55,17 +55,14 @@ class Settings(NamedTuple):
 
 
 class Named(NamedTuple):
-  """The names of an array and their origin; `names` is None where a path rule replicates it.
+  """The names of an array and their origin."""
 
-  `short` are names from metadata that are fewer than dims.
-  """
-
-  names: Names | None
+  names: Names | None  # None where a path rule replicates the array
   logical: LogicalRules
   source: Source
   reason: str
   step: str
-  short: Names = ()
+  short: Names = ()  # names from metadata that are fewer than dims
 
 
 class Offered(NamedTuple):
@@ -345,12 +342,7 @@ def _array(leaf: Leaf, where: str) -> AnyArray:
 
 
 def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
-  """A rule's pattern for a table; a long one ends after one of its alternatives.
-
-  Example:
-    >>> abbreviated(("attn|attention|self_attention", "c_attn|qkv|q_proj|k_proj|query|key", "kernel"))
-    ('attn|attention|…', 'c_attn|qkv|…', 'kernel')
-  """
+  """A rule's pattern for a table; a long one ends after one of its alternatives: `attn|attention|…`."""
   if isinstance(pattern, tuple):
     return tuple(_cut(part, 16) for part in pattern)
   return _cut(pattern, 32)
