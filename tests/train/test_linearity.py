@@ -70,10 +70,8 @@ FOLLOWS = {
   "fixed divisor": (lambda p, b: losses(p, b).sum() / 18, "mean"),
   "mean taken for a sum": (lambda p, b: losses(p, b).mean(), "sum"),
   "masked sum": (lambda p, b: (losses(p, b) * b["mask"]).sum(), "sum"),
-  "mean of each example first": (
-    lambda p, b: (losses(p, b).sum(1) / b["mask"].sum(1).clip(1)).mean(),
-    "mean",
-  ),
+  "mean of each example first": (lambda p, b: (losses(p, b).sum(1) / b["mask"].sum(1).clip(1)).mean(),
+    "mean"),
   "scan": (scanned, "mean"),
   "vmap": (lambda p, b: jax.vmap(lambda x: features(p, {"x": x[None]})[0].max())(b["x"]).mean(), "mean"),
   "checkpoint": (lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p), "mean"),
@@ -83,13 +81,10 @@ FOLLOWS = {
   "top, approximately": (lambda p, b: jax.lax.approx_max_k(features(p, b), 2)[0].mean(), "mean"),
   "largest of each slot": (
     lambda p, b: jax.vmap(lambda i, x: jnp.zeros((4, 4)).at[i].max(x))(b["y"], features(p, b)).mean(),
-    "mean",
-  ),
-  "branch": (
-    lambda p, b: jax.lax.cond(p["b"][0] > 0, losses, lambda p, b: 2 * losses(p, b), p, b).mean(),
-    "mean",
-  ),
-}
+    "mean"),
+  "branch": (lambda p, b: jax.lax.cond(p["b"][0] > 0, losses, lambda p, b: 2 * losses(p, b), p, b).mean(),
+    "mean"),
+}  # fmt: skip
 FAILS = {
   "contrastive": (contrast, "mean", r"dot_general \(.*test_linearity.py"),
   "balance of experts": (balance, "mean", "mul"),
@@ -100,15 +95,11 @@ FAILS = {
   "statistics": (lambda p, b: ((features(p, b) - features(p, b).mean(0)[None]) ** 2).mean(), "mean", ""),
   "order": (lambda p, b: (jnp.cumsum(features(p, b), 0) ** 2).mean(), "mean", "cumsum"),
   "zeros over the first example": (
-    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((1, 3)), (0, 0)).mean(),
-    "mean",
-    "dynamic_update_slice",
-  ),
+    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((1, 3)), (0, 0)).mean(), "mean",
+    "dynamic_update_slice"),
   "zeros over the examples of one part": (
-    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((ROWS, 3)), (0, 0)).mean(),
-    "mean",
-    "dynamic_update_slice",
-  ),
+    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((ROWS, 3)), (0, 0)).mean(), "mean",
+    "dynamic_update_slice"),
   "zeros over rows that examples name": (
     lambda p, b: (
       (p["w"].ravel().at[abs(5 * b["x"][:, 0, 0]).astype(int)].set(0.0) ** 2).sum() + losses(p, b).mean()
@@ -119,11 +110,9 @@ FAILS = {
   "neighbours": (lambda p, b: (features(p, b) * jnp.roll(features(p, b), 1, 0)).mean(), "mean", ""),
   "rule that looks at all cotangents": (clipped, "mean", ""),
   "another program for more rows": (
-    lambda p, b: losses(p, b).mean() * (1.0 if len(b["x"]) > ROWS else p["w"].sum()),
-    "mean",
-    "depends on the number of examples",
-  ),
-}
+    lambda p, b: losses(p, b).mean() * (1.0 if len(b["x"]) > ROWS else p["w"].sum()), "mean",
+    "depends on the number of examples"),
+}  # fmt: skip
 
 
 def read(loss, how, rows=ROWS, parts=PARTS):
