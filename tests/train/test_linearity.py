@@ -241,26 +241,23 @@ STEPS = {
 }
 
 
+def planned(init, sizes, rate):
+  mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+  split = nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate()
+  return nxp.plan(init, mesh, [nxp.LogicalRules(batch=tuple(sizes)), split], optimizer=optax.sgd(rate))
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize(("of", "once"), STEPS.values(), ids=STEPS)
 def test_a_step_equals_one_device_with_the_same_microbatches(of, once, axes, parts):
   def trained(sizes):
-    mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
-    rules = [
-      nxp.LogicalRules(batch=tuple(sizes)),
-      nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate(),
-    ]
-    plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+    plan = planned(lambda: Net(nnx.Rngs(0)), sizes, 0.1)
     model, optimizer = placed(plan)
     step = nxp.train_step(model.loss(of), microbatches=parts)
     metrics = step(model, optimizer, nxp.shard_batch(inputs(16), plan))
-    return (
-      {name: float(x) for name, x in metrics.items()},
-      np.asarray(model.layer.kernel[...]),
-      step.reduction,
-    )
+    return {k: float(x) for k, x in metrics.items()}, np.asarray(model.layer.kernel[...]), step.reduction
 
   (metrics, kernel, _), (found, ours, how) = trained({"data": 1}), trained(axes)
   assert found == pytest.approx(metrics, rel=1e-5)
@@ -305,19 +302,8 @@ def test_random_numbers_by_example_are_reduced_once_and_equal_one_device(kind, a
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
   def trained(sizes):
-    mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
-    rules = [
-      nxp.LogicalRules(batch=tuple(sizes)),
-      nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate(),
-    ]
-    init = lambda: Dropped(nnx.Rngs(0, noise=1, dropout=2), kind)
-    return run_steps(
-      nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.5)),
-      loss,
-      [inputs(size, seed) for seed in range(3)],
-      microbatches=2,
-      **options,
-    )
+    plan = planned(lambda: Dropped(nnx.Rngs(0, noise=1, dropout=2), kind), sizes, 0.5)
+    return run_steps(plan, loss, [inputs(size, seed) for seed in range(3)], microbatches=2, **options)
 
   wanted, found = trained({"data": 1}), trained(axes)
   assert found.losses == pytest.approx(wanted.losses, rel=1e-5)

@@ -70,13 +70,7 @@ def test_the_module_is_live_and_one_compilation_serves_all_steps():
   assert int(optimizer.step.get_value()) == 6
   assert float(jnp.abs(model.norm.mean.get_value()).sum()) > 0
   assert int(model.drop.rngs.count.get_value()) == 6
-  for leaf in plan.leaves:
-    array = nnx_value(model if leaf.root == "model" else optimizer, leaf.path)
-    assert array.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), leaf.name
-
-
-def nnx_value(obj, path):
-  return dict(nnx.to_flat_state(nnx.state(obj)))[path].get_raw_value()
+  nxp.check_layout(model, plan, optimizer=optimizer)
 
 
 def pointers(*objects):
@@ -89,7 +83,6 @@ def test_the_buffers_of_the_next_step_are_those_of_the_last_and_the_old_arrays_a
   step, batch = nxp.train_step(loss_fn), data(plan)
   step(model, optimizer, batch)
   held = [leaf.get_raw_value() for _, leaf in nnx.to_flat_state(nnx.state((model, optimizer)))]
-  before = pointers(model, optimizer)
   # The list above holds each array too, so the step works on copies and none of its arrays is donated.
   step(model, optimizer, batch)
   assert not any(array.is_deleted() for array in held)
@@ -131,8 +124,9 @@ def test_a_step_lowers_from_a_plan_without_arrays():
 
   plan = nxp.plan(init, mesh, nxp.fsdp(min_size=1), optimizer=optax.adam(1e-3))
   batch = jax.ShapeDtypeStruct((128, 64), jnp.float32)
-  lowered = nxp.train_step(lambda m, x: (m(x) ** 2).mean()).lower(plan, None, batch)
-  assert "sharding" in lowered.as_text()
+  for remat in (None, "as written", "none"):  # which need no layers
+    lowered = nxp.train_step(lambda m, x: (m(x) ** 2).mean(), remat=remat).lower(plan, None, batch)
+    assert "sharding" in lowered.as_text()
   bare = nxp.plan(init, mesh, nxp.fsdp(min_size=1))
   with pytest.raises(nxp.errors.TrainError, match="no optimizer, so there is no train step"):
     nxp.train_step(loss_fn).lower(bare, None, batch)
@@ -298,6 +292,8 @@ REFUSED = {
   "a missing output": (with_options(outputs=("logits",)),
     "outputs names 'logits', which the loss function did not return"),
   "a wrong policy": (with_options(remat="dotz"), "remat='dotz' is not a known policy"),
+  "a policy without layers": (with_options(remat="full"), "remat='full' finds no layer in the loss"),
+  "the same in microbatches": (with_options(remat="full", microbatches=2), "finds no layer in the loss"),
   "no microbatches": (with_options(microbatches=0), "microbatches=0 is not a positive number"),
   "microbatches that do not divide": (with_options(microbatches=3),
     r"batch\['x'\] has 16 examples, which 3 microbatches [\s\S]*a global batch of 24"),
@@ -520,8 +516,3 @@ def test_names_with_a_slash_are_those_of_one_loss_or_of_several(explicit):
     assert found[f"{key}/by/row"].shape == (16,)
     assert found[f"{key}/by/row"].sharding.spec[0] == "data"
     assert found[f"{key}/by"].shape == ()
-
-
-def test_one_output_needs_no_tuple():
-  step = nxp.eval_step(lambda model, x: (model(x).mean(), {"rows": model(x).sum(-1)}), outputs="rows")
-  assert step(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), np.ones((8, 4), np.float32))["rows"].shape == (8,)
