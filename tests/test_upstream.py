@@ -228,7 +228,7 @@ def test_jaxprs_are_run_and_hold_literals_and_arrays_of_one_kind():
   ],
 )  # fmt: skip
 def test_operations_name_their_dims_under_known_parameters(name, known, function):
-  """`core/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
+  """`attention/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
   assert known <= set(equations(function, X)[name].params)
 
 
@@ -476,7 +476,7 @@ def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
 
 
 def test_a_manual_program_names_its_axes_and_specs():
-  """`core/flow.py` reads the layout of its results there."""
+  """`attention/flow.py` reads the layout of its results there."""
   mesh = nxp.make_mesh(x=8)
   mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
   params = equations(mapped, np.ones(8, np.float32))["shard_map"].params
@@ -543,7 +543,7 @@ print(jax.jit(both)(x, jax.device_put(jnp.ones((16, 8)), at(("tensor", "fsdp")))
 
 @pytest.mark.slow
 def test_a_parameter_that_only_one_of_two_products_gathers_ends_the_process():
-  """Why `layout/gather.py` gathers a parameter at each read, not only in products with the batch."""
+  """Why `layers/gather.py` gathers a parameter at each read, not only in products with the batch."""
   found = subprocess.run([sys.executable, "-c", ONE_GATHERS], capture_output=True, text=True, check=False)
   assert found.returncode == (0 if OLD else -signal.SIGABRT), found.stderr
   assert OLD or "HloShardingV3" in found.stderr

@@ -23,23 +23,12 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.flow import meeting
 from nnx_parallel.attention.kernels import Kernel
 from nnx_parallel.attention.masks import HIDDEN, PLACES, Hidden, Spans, fills_of
 from nnx_parallel.attention.softmaxes import NotByBlocks, Softmax, named_dims, wholes
 from nnx_parallel.attention.tiles import Share, TileAttention
-from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import (
-  among,
-  bind,
-  call_equation,
-  dependents,
-  is_inexact,
-  is_random,
-  makers,
-  origin,
-  struct,
-)
-from nnx_parallel.core.tiles import (
+from nnx_parallel.attention.tiling import (
   BlockNumbers,
   DimName,
   Grid,
@@ -50,6 +39,17 @@ from nnx_parallel.core.tiles import (
   describe,
   fill,
   order,
+)
+from nnx_parallel.core.jaxprs import (
+  among,
+  bind,
+  call_equation,
+  dependents,
+  is_inexact,
+  is_random,
+  makers,
+  origin,
+  struct,
 )
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
+from nnx_parallel.attention.flow import Meeting, meeting
 from nnx_parallel.attention.kernels import Kernel
 from nnx_parallel.attention.masks import ALL, HIDDEN, PLACES, Seen, seen_by
 from nnx_parallel.attention.softmaxes import NotFused, Softmax, is_cast, uncast
-from nnx_parallel.core.flow import Meeting, meeting
+from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, order, pull
 from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, describe, order, pull
 from nnx_parallel.core.types import AnyArray, Jaxpr, JaxprEqn, Var
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from nnx_parallel.attention.tiling import DimName, Labels, Node, Untiled, pull
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import is_inexact, makers
-from nnx_parallel.core.tiles import DimName, Labels, Node, Untiled, pull
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 HIDDEN = -1e4

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.core.flow import Flow, meeting, result_axes
+from nnx_parallel.attention.flow import Flow, meeting, result_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, read, wiring
 from nnx_parallel.core.jaxprs import open_jaxpr
 from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree

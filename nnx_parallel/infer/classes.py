@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from nnx_parallel.core.classes import Forest
 from nnx_parallel.core.dims import PRODUCTS, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
 from nnx_parallel.core.jaxprs import open_jaxpr
 from nnx_parallel.core.types import AnyArray, JaxprEqn, Program, Value
+from nnx_parallel.infer.forest import Forest
 
 Dims = tuple[int, ...]
 """A node for each dim of an array; linked nodes are in one class."""

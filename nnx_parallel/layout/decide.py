@@ -176,7 +176,8 @@ def _find_names(paths: tuple[Path, ...], leaf: Leaf, given: Settings) -> Named |
   own = names_of(leaf, where=where)
   short = own.short if own is not None else ()
   matched = matching_rule(paths, given.rules) if own is None or short else None
-  if own is not None and (matched is None or (matched[1].names or ())[-len(short) :] != short):
+  completes = matched is not None and (matched[1].names or ())[-len(short) :] == short
+  if own is not None and not completes:
     reason, step = f"names {_shown(own.names)}", f"from its metadata: {own.names}"
     if own.rules:
       logical = logical.replace(own.rules)

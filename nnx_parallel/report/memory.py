@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, cast
 import jax
 from flax import nnx
 
+from nnx_parallel.attention.flow import Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
-from nnx_parallel.core.flow import Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, is_literal, wiring
 from nnx_parallel.core.jaxprs import CALLS, inner_equations, nbytes, open_jaxpr, program_of
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
@@ -351,7 +351,7 @@ def _activations(plan: Plan, saved: Saved, batch: Sequence[jax.ShapeDtypeStruct]
 
 
 def _layouts(batch_axes: frozenset[str]) -> Facts[Flow]:
-  """The layout of each array of a trace, as train steps hold it (`core/flow.py`)."""
+  """The layout of each array of a trace, as train steps hold it (`attention/flow.py`)."""
 
   def follow(eqn: JaxprEqn, inputs: list[Flow]) -> Sequence[Flow]:
     name, data = eqn.primitive.name, any(flow.data for flow in inputs)

@@ -29,10 +29,10 @@ from nnx_parallel.attention.blocks import Way
 from nnx_parallel.attention.call import attend, check_shapes
 from nnx_parallel.attention.kernels import kernel_in_use
 from nnx_parallel.attention.tiles import Share
+from nnx_parallel.attention.tiling import DimName, Grid
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
-from nnx_parallel.core.tiles import DimName, Grid
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes

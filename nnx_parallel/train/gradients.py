@@ -19,8 +19,8 @@ from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import join_batch, pin, split_batch
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.layout.constrain import mapped_axes
-from nnx_parallel.layout.gather import Gather
 from nnx_parallel.optimizers.wrappers import widen
 from nnx_parallel.train.draws import DRAWS, REPLICA, Draws, UnknownDraw, draw_rows
 from nnx_parallel.train.linearity import factors

@@ -2,7 +2,7 @@
 
 - The kernel gradient of a grouped convolution is summed by hand (`layout/known_faults.py`).
 - A Fourier transform on a CPU gets arrays in row-major order: XLA picks others for some, and then fails.
-- An element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`).
+- An element of each row, such as the logit of a target, is read by a comparison (`layers/picks.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from nnx_parallel.core.jaxprs import (
   is_call_or_checkpoint,
 )
 from nnx_parallel.core.mesh import AnyMesh
-from nnx_parallel.core.picks import is_pick, pick
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.picks import is_pick, pick
 
 
 @check_arguments(TrainError)

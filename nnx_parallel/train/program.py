@@ -18,10 +18,10 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.layers.gather import Gather, gather_reads
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
-from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import shardings_outside, states_shardings, with_types
 from nnx_parallel.train.binding import Binding

@@ -18,9 +18,9 @@ from nnx_parallel.core.jaxprs import as_function, equations, has_rule, inner_equ
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Model, Program, PyTree, TreeDef
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.gather import Gather, gather_reads
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.constrain import axes_of_maps, mapped_axes
-from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean

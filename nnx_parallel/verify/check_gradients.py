@@ -19,7 +19,7 @@ from nnx_parallel.core.mesh import own_mesh
 from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.gather import Gather
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.train.axes import shardings_of_loss
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import StepLayout, batch_axes_of

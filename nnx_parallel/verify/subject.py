@@ -27,9 +27,9 @@ from nnx_parallel.core.jaxprs import (
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import pin
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Program, PyTree, Value
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.gather import Gather
 from nnx_parallel.optimizers.loss_scale import common_scale
 from nnx_parallel.train.axes import Shardings
 from nnx_parallel.train.binding import Binding

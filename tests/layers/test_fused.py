@@ -18,8 +18,8 @@ from benchmarks.plain import decoders
 from nnx_parallel.attention import kernels, masks
 from nnx_parallel.attention.kernels import cudnn_attention
 from nnx_parallel.attention.softmaxes import NotFused
+from nnx_parallel.attention.tiling import order
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.tiles import order
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 from training import run_steps
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
-from nnx_parallel.layout.gather import Gather
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.testing import assert_same_training
 from nnx_parallel.train.mend import mend
 from training import run_steps
