@@ -243,21 +243,15 @@ def test_devices_have_equal_work_for_documents_of_all_lengths():
 ERRORS = {
   "a bias": (lambda f, x: f(x, x, x, bias=x), "the full attention weights never exist"),
   "dropout": (lambda f, x: f(x, x, x, dropout_rate=0.1), "dropout_rate=0.1"),
-  "a mask": (
-    lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)),
-    r"a mask of keys is \(2, 1, 1, 8\)",
-  ),
+  "a mask": (lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)),
+    r"a mask of keys is \(2, 1, 1, 8\)"),
   "a length": (lambda f, x: f(x, x, x), "pad them to 12"),
   "heads": (lambda f, x: f(x, x[:, :, :3], x[:, :, :3]), "do not fit each other"),
-  "segments": (
-    lambda f, x: f(x, x, x, segment_ids=jnp.ones((2, 9), int)),
-    r"segment_ids are int32 of shape \(2, 9\)",
-  ),
-  "positions": (
-    lambda f, x: f(x, x, x, positions=jnp.ones((2, 10))),
-    r"(?s)positions are float32 of .*integers of shape \(2, 10\)",
-  ),
-}
+  "segments": (lambda f, x: f(x, x, x, segment_ids=jnp.ones((2, 9), int)),
+    r"segment_ids are int32 of shape \(2, 9\)"),
+  "positions": (lambda f, x: f(x, x, x, positions=jnp.ones((2, 10))),
+    r"(?s)positions are float32 of .*integers of shape \(2, 10\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -372,15 +366,11 @@ def on_one_device():
 MODELS = {
   "all to all": ({"data": 2, "context": 4}, {"how": "ulysses"}, {}, False),
   "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
-  "rings of some heads": (
-    {"data": 2, "context": 2, "heads": 2},
-    {"zigzag": True, "heads_axis": "heads"},
-    {"microbatches": 2},
-    False,
-  ),
+  "rings of some heads": ({"data": 2, "context": 2, "heads": 2}, {"zigzag": True, "heads_axis": "heads"},
+    {"microbatches": 2}, False),
   "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
   "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"scan_layers": True, "remat": "full"}, False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
