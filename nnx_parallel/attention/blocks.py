@@ -46,7 +46,6 @@ from nnx_parallel.core.jaxprs import (
   call_equation,
   dependents,
   is_inexact,
-  is_random,
   makers,
   origin,
   struct,
@@ -218,7 +217,7 @@ def _check_leaves(body: Jaxpr, match: Softmax, tiles: Tiles, names: set[int]) ->
     made = tiles.maker_of(var)
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
-    if is_random(made):
+    if any(part in made.primitive.name for part in ("random", "rng_", "threefry")):
       raise NotByBlocks(f"{match}: dropout is between it and its product ({describe(made)})")
     if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
       raise NotByBlocks(f"{match}: {describe(made)} cannot be evaluated by blocks")

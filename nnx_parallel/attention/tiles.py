@@ -381,6 +381,7 @@ class TileAttention:
     Each device computes the tiles that it sees.
     """
     needed = None if self.needed is None else self.needed(given)
+    # An int is the first or the last hop; a tracer, one between, in a loop.
     ahead, visits = (hop, self._visits[hop : hop + 1]) if isinstance(hop, int) else (1, self._visits[1:-1])
     patterns, which = np.unique(visits.reshape(-1, visits[0, 0].size), axis=0, return_inverse=True)
     counts = patterns.sum(1)

@@ -29,12 +29,7 @@ def with_article(noun: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-  """The first names of a long list, for a note; names of equal layers are one of them.
-
-  Example:
-    >>> few(["a", "b", "c", "d", "e"]), few([f"blocks.{n}.up.kernel" for n in range(12)])
-    ('a, b, c and 2 more', 'blocks.*.up.kernel (12)')
-  """
+  """The first names of a long list, for a note; names of equal layers are one: `a, b, c and 2 more`."""
   if len(names) > 3:
     same = collections.Counter(re.sub(r"(?<=\.)\d+(?![^.])|^\d+(?=\.)", "*", name) for name in names)
     names = [f"{name} ({count})" if count > 1 else name for name, count in same.items()]
@@ -143,25 +138,14 @@ def as_html(text: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-  """Bytes in binary units with four significant digits.
-
-  Example:
-    >>> from nnx_parallel.core.text import format_bytes
-    >>> format_bytes(512), format_bytes(1.5 * 2**20)
-    ('512 B', '1.5 MiB')
-  """
+  """Bytes in binary units with four significant digits: `512 B`, `1.5 MiB`."""
   power = min(max(int(math.log2(abs(count) or 1)) // 10, 0), 4)
   unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
   return f"{count:.0f} B" if power == 0 else f"{count / 1024**power:.4g} {unit}"
 
 
 def format_count(count: float) -> str:
-  """A number with a decimal prefix.
-
-  Example:
-    >>> format_count(989e12), format_count(12)
-    ('989 T', '12')
-  """
+  """A number with a decimal prefix: `989 T`."""
   for prefix in ("", " k", " M", " G", " T", " P"):
     if abs(count) < 1000:
       return f"{count:.3g}{prefix}"
@@ -170,12 +154,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-  """A duration.
-
-  Example:
-    >>> format_seconds(0.0123), format_seconds(3.0)
-    ('12.3 ms', '3.00 s')
-  """
+  """A duration: `12.3 ms`, `3.00 s`."""
   if seconds >= 1:
     return f"{seconds:.2f} s"
   return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
@@ -195,12 +174,7 @@ def format_spec(spec: PartitionSpec) -> str:
 
 
 def number_pattern(name: str) -> str:
-  """A dotted name with `*` for the numbers that count layers.
-
-  Example:
-    >>> number_pattern("blocks.11.layer_3.up.kernel")
-    'blocks.*.layer_*.up.kernel'
-  """
+  """A dotted name with `*` for the numbers that count layers: `blocks.*.layer_*.up.kernel`."""
   return re.sub(r"(?<![^._/])\d+(?=\.|$)", "*", name)
 
 
@@ -214,19 +188,10 @@ def text_table(
   width: int | None = None,
   measure: Sequence[Sequence[str]] | None = None,
 ) -> str:
-  """Aligns rows under a header; by default in a table of `page_width()` columns.
-
-  On a narrow page, columns of prose are printed below their row, and long names continue after a dot.
-
-  Args:
-    header: the title of each column.
-    rows: the cells.
-    right: columns that are aligned to the right.
-    wrap: columns of prose; they share the remaining `width`, and wrap.
-    below: columns that are printed below their row on a narrow page; by default the columns of `wrap`.
-    width: columns of text.
-    measure: rows that decide the widths, for several tables of equal widths.
-  """
+  """Aligns rows under a header, in `width` columns of text, by default those of the page."""
+  # Columns in `wrap` are prose: they share the width that is left, and wrap. On a narrow page, the columns in
+  # `below`, by default those of `wrap`, are printed below their row, and long names continue after a dot.
+  # `measure`: rows that decide the widths, for several tables of equal widths.
   width = width or page_width()
   sizes = [max(len(row[c]) for row in measure or [header, *rows]) for c in range(len(header))]
   every = range(len(header))

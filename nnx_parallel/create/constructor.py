@@ -156,10 +156,8 @@ def create_sharded_model(
 def construct(
   plan: Plan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:
-  """Runs the plan's constructor, compiled, with the shards as its outputs: root -> path -> array as stored.
-
-  `traces` are of this plan, just made; they are cleared. None traces the constructor again.
-  """
+  """Runs the plan's constructor, compiled, into the shards: root -> path -> array as stored."""
+  # `traces` are of this plan, just made; they are cleared. None traces the constructor again.
   if not is_one_of(compile, COMPILE):
     raise PlanError(f"compile={compile!r} is not a way to create.", fix=f"one of {', '.join(COMPILE)}.")
   # Explicit axes would put the sharding into the types of every intermediate of the initializers, which
@@ -221,10 +219,8 @@ def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, AnyArray]]) -> 
 
 
 def _phases(plan: Plan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
-  """Puts the traces in sequence: the module, its optimizer, and the padding of uneven leaves.
-
-  Also returns, for each leaf of the plan, its position among their results.
-  """
+  """Puts the traces in sequence: the module, its optimizer, and the padding of uneven leaves."""
+  # Also returns, for each leaf of the plan, its position among their results.
   found: list[Phase] = [(traces["model"].program, ())]
   made: dict[tuple[Root, Path], int] = {
     ("model", path): i for i, path in enumerate(traces["model"].output_paths)
@@ -249,11 +245,9 @@ def _phases(plan: Plan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list
 
 
 def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
-  """Runs the constructor under `nnx.jit`, with its state constrained to the layout: the reference.
+  """Runs the constructor under `nnx.jit`, with its state constrained to the layout: the reference."""
 
-  Source: the flax guide "Scale up on multiple devices".
-  """
-
+  # Source: the flax guide "Scale up on multiple devices".
   @nnx.jit
   def constructor() -> Any:
     module = _traced_init(plan) if is_explicit(plan.mesh) else run_init(plan.init, plan.mesh)

@@ -201,10 +201,8 @@ def _place(array: AnyArray, match: LeafPair) -> AnyArray:
 
 
 def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: int, pad: bool) -> PyTree:
-  """Reads some arrays of one item by Orbax, each process its own shards; with `pad`, into larger arrays.
-
-  `tree` has a struct in place of each array (without a sharding: for numpy), or `PLACEHOLDER`.
-  """
+  """Reads some arrays of one item by Orbax, each process its own shards; with `pad`, into larger arrays."""
+  # `tree` has a struct in place of each array (without a sharding: for numpy), or `PLACEHOLDER`.
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.
   largest = max(map(_bytes_of_one_shard, wanted), default=0)

@@ -55,17 +55,14 @@ class Settings(NamedTuple):
 
 
 class Named(NamedTuple):
-  """The names of an array and their origin; `names` is None where a path rule replicates it.
+  """The names of an array and their origin."""
 
-  `short` are names from metadata that are fewer than dims.
-  """
-
-  names: Names | None
+  names: Names | None  # None where a path rule replicates the array
   logical: LogicalRules
   source: Source
   reason: str
   step: str
-  short: Names = ()
+  short: Names = ()  # names from metadata that are fewer than dims
 
 
 class Offered(NamedTuple):
@@ -176,7 +173,8 @@ def _find_names(paths: tuple[Path, ...], leaf: Leaf, given: Settings) -> Named |
   own = names_of(leaf, where=where)
   short = own.short if own is not None else ()
   matched = matching_rule(paths, given.rules) if own is None or short else None
-  if own is not None and (matched is None or (matched[1].names or ())[-len(short) :] != short):
+  completes = matched is not None and (matched[1].names or ())[-len(short) :] == short
+  if own is not None and not completes:
     reason, step = f"names {_shown(own.names)}", f"from its metadata: {own.names}"
     if own.rules:
       logical = logical.replace(own.rules)
@@ -344,12 +342,7 @@ def _array(leaf: Leaf, where: str) -> AnyArray:
 
 
 def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
-  """A rule's pattern for a table; a long one ends after one of its alternatives.
-
-  Example:
-    >>> abbreviated(("attn|attention|self_attention", "c_attn|qkv|q_proj|k_proj|query|key", "kernel"))
-    ('attn|attention|…', 'c_attn|qkv|…', 'kernel')
-  """
+  """A rule's pattern for a table; a long one ends after one of its alternatives: `attn|attention|…`."""
   if isinstance(pattern, tuple):
     return tuple(_cut(part, 16) for part in pattern)
   return _cut(pattern, 32)

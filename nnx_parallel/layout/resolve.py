@@ -251,12 +251,10 @@ def add_axes(
   whole: Container[int] = (),
   pad: bool = False,
 ) -> Extended:
-  """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state.
-
-  All axes go to the largest free dim that they divide, else to the dim with the largest remaining size,
-  behind its own axes. If they jointly divide no dim, the largest subset that divides one comes first; `pad`
-  pads a dim instead. `rows`, of a look-up table, is tried first, and dims in `whole` are not split.
-  """
+  """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state."""
+  # All axes go to the largest free dim that they divide, else to the dim with the largest remaining size,
+  # behind its own axes. If they jointly divide no dim, the largest subset that divides one comes first; `pad`
+  # pads a dim instead. `rows`, of a look-up table, is tried first, and dims in `whole` are not split.
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
   added: list[tuple[Candidate, int]] = []
   while left := tuple(axis for axis in axes if not any(axis in entry for entry in entries)):

@@ -20,11 +20,18 @@ from typing import Any, NamedTuple, cast
 import jax
 from flax import nnx
 
-from nnx_parallel.attention.flow import Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
+from nnx_parallel.attention.flow import (
+  Flow,
+  constraint,
+  flow_facts,
+  follow_flows,
+  result_axes,
+  shard_map_axes,
+)
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
-from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, is_literal, wiring
+from nnx_parallel.core.interpret import Facts, facts_of, is_literal
 from nnx_parallel.core.jaxprs import CALLS, inner_equations, nbytes, open_jaxpr, program_of
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path
@@ -359,13 +366,9 @@ def _layouts(batch_axes: frozenset[str]) -> Facts[Flow]:
       manual = frozenset(eqn.params["newly_manual_axes"])
       specs = zip(eqn.params["out_specs"], result_axes(eqn, inputs), strict=True)
       return [Flow(shard_map_axes(spec, axes, manual), data) for spec, axes in specs]
-    if wiring(eqn).inner:
-      return DEFAULT
     if name == "sharding_constraint":
       return [Flow(constraint(eqn, inputs[0].axes), data)]
-    if (product := meeting(eqn)) is not None:
-      return [Flow(product.meet(inputs[0], inputs[1], batch_axes).axes, data)]
-    return [Flow(axes, data) for axes in result_axes(eqn, inputs)]
+    return follow_flows(eqn, inputs, batch_axes)
 
   return flow_facts(follow)
 

@@ -32,7 +32,7 @@ from nnx_parallel.attention.tiles import Share
 from nnx_parallel.attention.tiling import DimName, Grid
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes
@@ -368,12 +368,11 @@ def _attention(
 ) -> jax.Array:
   """Attention of global arrays `[batch, length, heads, head_dim]`, on Auto axes."""
   run = functools.partial(_on_auto_axes, sequence, [*by_position])
-  mesh = jax.sharding.get_abstract_mesh()
-  explicit = [axis for axis in mesh.axis_names if is_explicit_here(axis)]
+  explicit = jax.sharding.get_abstract_mesh().explicit_axes
   if explicit:
     layout = jax.typeof(q).sharding.spec
     on_auto: Any = jax.sharding.auto_axes
-    run = on_auto(run, axes=tuple(explicit), out_sharding=layout)
+    run = on_auto(run, axes=explicit, out_sharding=layout)
   return run(q, k, v, *by_position.values())
 
 

@@ -88,10 +88,8 @@ def shardings_outside(binding: Binding) -> Shardings:
 
 
 def shardings_inside(outside: Shardings, run: Callable[..., PyTree], *args: Any) -> Shardings:
-  """The shardings in a program that calls `run(*args)`; it is traced to see whether it states shardings.
-
-  The program raises all other errors too, and explains them.
-  """
+  """The shardings in a program that calls `run(*args)`; it is traced to see whether it states shardings."""
+  # The program raises all other errors too, and explains them.
   inside = outside.on_auto_axes()
   if inside is outside:
     return outside

@@ -178,15 +178,9 @@ def _dtype_of(value: Any) -> np.dtype | None:
 
 
 def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:
-  """Whether gradients take the layout of their optimizer state as soon as they exist.
-
-  `gradients` is the option of `train_step`, `stage` the plan's ZeRO stage; `further` says whether some
-  optimizer state is split more than its parameter. Otherwise both layouts are the same.
-
-  Example:
-    >>> is_scattered(None, 2, further=True), is_scattered("like_parameters", 2, further=True)
-    (True, False)
-  """
+  """Whether gradients take the layout of their optimizer state as soon as they exist."""
+  # `gradients` is the option of `train_step`, `stage` the plan's ZeRO stage; `further` says whether some
+  # optimizer state is split more than its parameter. Otherwise both layouts are the same.
   if gradients == "scattered" and not further and not stage:
     raise TrainError(
       'gradients="scattered" scatters nothing: no optimizer state is split more than its parameter.',
