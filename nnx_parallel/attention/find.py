@@ -111,10 +111,7 @@ def check_attention(attention: Attention) -> None:
 
 
 def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, str]:
-  """The trace of a loss with blockwise or fused attention, and a line that reports the attentions found.
-
-  `TrainError` if the loss has none, or if, with an option of `OVER_AXIS`, the devices cannot share one.
-  """
+  """The trace of a loss with its attention so computed, and a line on what was found; or a `TrainError`."""
   way, found = way_of(attention), Found()
   changed = rewrite(jaxpr, way, found, {})
   if way.is_over_axis and found.left:

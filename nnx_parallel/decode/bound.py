@@ -39,10 +39,7 @@ State = tuple[list[Any], Any]
 
 
 class Rows(NamedTuple):
-  """How many rows with separate caches and positions there are, and the dim of each cache that holds them.
-
-  None: the rows are stacked ahead of the dims of the cache.
-  """
+  """How many rows have caches of their own, and their dim in each cache; None: ahead of its dims."""
 
   number: int
   dims: list[int | None]

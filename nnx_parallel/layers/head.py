@@ -69,10 +69,7 @@ def check_chunks(chunks: int | None) -> None:
 
 
 def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
-  """The closed trace of a loss with its head computed in chunks, and a line that says so.
-
-  Raises a `TrainError` if the loss has no head, or operations on its logits cannot be computed in chunks.
-  """
+  """The closed trace of a loss with its head in chunks, and a line that says so; or a `TrainError`."""
   flat: ClosedJaxpr = inline_calls(jaxpr, _is_opened)
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
@@ -278,7 +275,7 @@ class _Rewriting:
     name, x = eqn.primitive.name, inputs[logits[0]]
     if name in ("argmax", "top_k"):
       return self._best(eqn, x)
-    if name == "gather" and isinstance(inputs[0], _Logits) and self._is_pick(eqn):
+    if name == "gather" and isinstance(inputs[0], _Logits) and (is_pick(eqn) or is_row_pick(eqn, self._flat)):
       return [_Statistic(self._pick(eqn, x, _array(inputs[1])))]
     labels = {push(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
     if len(labels) > 1:
@@ -316,9 +313,6 @@ class _Rewriting:
       other = -other if name == "sub" else other
       return x._replace(shift=other if x.shift is None else x.shift + other)
     return None
-
-  def _is_pick(self, eqn: JaxprEqn) -> bool:
-    return is_pick(eqn) or is_row_pick(eqn, self._flat)
 
   def _pick(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
     """An element of each row."""

@@ -114,11 +114,6 @@ class LayerOptions:
     return Remat("as written" if self.remat is None else self.remat)
 
   @property
-  def rewrites(self) -> bool:
-    """Whether attention or the head is computed another way."""
-    return self.attention is not None or self.loss_chunks is not None
-
-  @property
   def marks(self) -> bool:
     """Whether something is done with layers."""
     return self.how.needs_layers or self.scan_layers is True or self.pipeline is not None
@@ -261,12 +256,10 @@ def _variables(objects: PyTree) -> Any:
 def with_options(
   function: Callable[..., PyTree], options: LayerOptions, used: LayersUsed | None = None
 ) -> Callable[..., PyTree]:
-  """A function of pytrees of arrays whose layers, marked by `options.marking`, are treated; `used` says how.
-
-  It raises a `TrainError` if a policy finds no layer.
-  """
+  """A function of arrays whose marked layers are treated, as `used` says; `TrainError` if none is found."""
   remat, note = options.how, LayersUsed() if used is None else used
-  if not (remat.changes or options.scan_layers is True or options.rewrites):
+  rewrites = options.attention is not None or options.loss_chunks is not None
+  if not (remat.changes or options.scan_layers is True or rewrites):
     return function
 
   def changed(*args: PyTree) -> PyTree:
@@ -284,10 +277,7 @@ def with_stages(
   ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
 ) -> Callable[..., PyTree]:
-  """A loss `(model, batch) -> results` whose layers are a pipeline: of the full batch, not of a microbatch.
-
-  `ends` is as in `trace_program`. It raises a `TrainError` if the loss has no equal layers.
-  """
+  """A loss `(model, batch) -> results` of the full batch as a pipeline; `ends` is as in `trace_program`."""
   assert options.pipeline is not None
   asked = options.pipeline
 

@@ -32,8 +32,8 @@ from nnx_parallel.core.text import format_bytes, not_counted, with_article
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.create.relayout import on_auto_axes
 from nnx_parallel.errors import TrainError
+from nnx_parallel.hosts.agree import to_host
 from nnx_parallel.hosts.data import batches as placed
-from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
@@ -264,9 +264,10 @@ class Run:
     error: Exception | None = None
     try:
       batch = next_batch()
+      leaves = jax.tree.leaves(batch)
       said = {
         "state": "end" if batch is _END else "batch",
-        "shapes": "" if batch is _END else shapes_of(batch),
+        "shapes": "" if batch is _END else str([(np.shape(x), str(getattr(x, "dtype", ""))) for x in leaves]),
       }
     except Exception as caught:  # noqa: BLE001 (raised once the other processes know)
       batch, error = _END, caught
@@ -366,8 +367,10 @@ class Run:
       self._ideal_seconds = self._seconds_at_peak(batch)
 
   def _seconds_at_peak(self, batch: PyTree) -> float:
-    """The seconds of a step at the peak of the chip; nan if either is unknown."""
-    peak = peak_of_chip() if self.peak_flops is None else self.peak_flops
+    """The seconds of a step at the peak of the chip; nan if either is unknown, as of simulated devices."""
+    known, peak = chip_of(jax.devices()[0].device_kind), self.peak_flops
+    if peak is None and known is not None and known.platform != "cpu":
+      peak = known.peak("bfloat16")
     if not peak:
       return math.nan
     return (_flops(self.step, self.model, self.optimizer, batch) if self.flops is None else self.flops) / peak
@@ -536,11 +539,6 @@ def _check_arguments(name: str, function: object, count: int, fix: str) -> None:
     return
 
 
-def shapes_of(batch: PyTree) -> str:
-  """The shapes and dtypes of a batch."""
-  return str([(np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in jax.tree.leaves(batch)])
-
-
 def judge_batches(texts: list[str]) -> str:
   """What differs between what the processes say of their next batches; empty if nothing does."""
   said = [json.loads(text) for text in texts]
@@ -614,12 +612,6 @@ def _compilations(programs: list[str]) -> Generator[None]:
     yield
   finally:
     jax.monitoring.unregister_event_duration_listener(note)
-
-
-def peak_of_chip() -> float | None:
-  """The bfloat16 peak of a device here, or None; simulated devices have none."""
-  known = chip_of(jax.devices()[0].device_kind)
-  return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
 
 
 def _flops(step: Any, model: Model, optimizer: Optimizers, batch: PyTree) -> float:

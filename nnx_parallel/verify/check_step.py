@@ -210,10 +210,7 @@ def _values(objects: tuple[nnx.Pytree, nnx.Pytree]) -> dict[_Key, jax.Array]:
 
 @jax.jit
 def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """The norms of two results, of the change and of their difference; and the largest magnitude.
-
-  Of integers, each differing element counts as 1.
-  """
+  """The norms of two results, of change and difference, and the largest magnitude; integers count as 1."""
   if jnp.issubdtype(a.dtype, jnp.inexact):
     wide = a.dtype if jnp.finfo(a.dtype).bits >= 32 else jnp.dtype("float32")
     old, a, b = (x.astype(wide) for x in (old, a, b))
