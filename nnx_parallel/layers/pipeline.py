@@ -398,13 +398,7 @@ class PipelineLoop:
     return self.by_stage(where)(mask, a, b)
 
   def chunk(
-    self,
-    carry: PyTree,
-    state: PyTree,
-    rows: PyTree,
-    active: AnyArray,
-    repeat: AnyArray,
-    shared: PyTree,
+    self, carry: PyTree, state: PyTree, rows: PyTree, active: AnyArray, repeat: AnyArray, shared: PyTree
   ) -> tuple[PyTree, PyTree, PyTree]:
     """One chunk of layers of a stage, for one microbatch."""
     rows, active = at((rows, active), repeat)

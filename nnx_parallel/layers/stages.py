@@ -59,12 +59,7 @@ class TrainPipeline:
   """
 
   def __init__(
-    self,
-    program: Stacks,
-    signature: Signature,
-    options: Pipeline,
-    microbatches: int,
-    mesh: AnyMesh | None,
+    self, program: Stacks, signature: Signature, options: Pipeline, microbatches: int, mesh: AnyMesh | None
   ):
     self.program, self.signature, self.stack = program, signature, program.largest()
     self.eqns, self.inputs, self.outputs = program.eqns, [*program.body.invars], [*program.body.outvars]

@@ -97,8 +97,7 @@ def pipeline(
   axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
   if after is not None and axes:
     raise SchemeError(
-      f"batch_axes={batch_axes!r} has no effect on a pipeline that computes a loss.",
-      fix="leave it out.",
+      f"batch_axes={batch_axes!r} has no effect on a pipeline that computes a loss.", fix="leave it out."
     )
   if after is None and (before is not None or order is not None or not recompute):
     raise SchemeError(

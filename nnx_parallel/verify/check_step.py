@@ -116,11 +116,7 @@ class StepCheck(Shown):
 @check_arguments(TrainError, "other", "loss_fn")
 @no_mesh()
 def check_step(
-  plan: nxp.Plan,
-  other: nxp.Plan | None,
-  loss_fn: LossFn,
-  batch: PyTree,
-  **options: Any,
+  plan: nxp.Plan, other: nxp.Plan | None, loss_fn: LossFn, batch: PyTree, **options: Any
 ) -> StepCheck:
   """Compares one train step on two layouts: its metrics, and each array after the step.
 
