@@ -312,30 +312,19 @@ WRONG = {
   "batch": (lambda: nxp.generator(1)(attention(), np.ones((3, 1), int)), "3 prompts, and .* is for 2"),
   "stop": (lambda: nxp.generator(1, stop=[2.0]), r"got stop=\[2\.0\]"),
   "prompts": (lambda: nxp.generator(1)(Counting(), np.ones((2, 3))), "prompts are float64"),
-  "large prompts": (
-    lambda: nxp.generator(1)(Counting(), np.full((1, 2), 2**31)),
-    "prompts: 2147483648 to 2147483648 do not fit in int32",
-  ),
-  "large requests": (
-    lambda: nxp.generator(1)(Counting(), ONES, requests=np.array([1, 2**40])),
-    "requests: 1 to 1099511627776 do not fit",
-  ),
+  "large prompts": (lambda: nxp.generator(1)(Counting(), np.full((1, 2), 2**31)),
+    "prompts: 2147483648 to 2147483648 do not fit in int32"),
+  "large requests": (lambda: nxp.generator(1)(Counting(), ONES, requests=np.array([1, 2**40])),
+    "requests: 1 to 1099511627776 do not fit"),
   "one prompt": (lambda: nxp.generator(1)(Counting(), np.ones(3, int)), r"shape \(3,\)"),
   "lengths": (lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([0, 1])), "has length 0"),
-  "number of lengths": (
-    lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([1])),
-    "each of 2 prompts",
-  ),
+  "number of lengths": (lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([1])),
+    "each of 2 prompts"),
   "key": (lambda: nxp.generator(1, sampling=DRAWN)(Counting(), ONES), "no key is given"),
   "state": (lambda: nxp.generator(1)(WithState(), ONES), "changed model.count, which no nnx.Cache"),
-  "logits": (
-    lambda: nxp.generator(1, call=lambda m, x, p: m(x)[:, 0])(Counting(), ONES),
-    r"returned \(2, 32\)",
-  ),
-  "module": (
-    lambda: nxp.generator(1)(nnx.state(Counting()), ONES),
-    "Fix: model: a live module",
-  ),
+  "logits": (lambda: nxp.generator(1, call=lambda m, x, p: m(x)[:, 0])(Counting(), ONES),
+    r"returned \(2, 32\)"),
+  "module": (lambda: nxp.generator(1)(nnx.state(Counting()), ONES), "Fix: model: a live module"),
   "nothing new": (lambda: nxp.generator(0), "max_new_tokens=0"),
   "no count": (lambda: nxp.generator(None), "max_new_tokens=None"),
   "a fraction": (lambda: nxp.generator(1, prefill=2.5), "prefill=2.5"),
@@ -344,7 +333,7 @@ WRONG = {
   "cache": (lambda: nxp.generator(1, cache=ring), "no call= takes it"),
   "temperature": (lambda: nxp.Sampling(temperature=-1.0), "temperature=-1.0 is out of range"),
   "filter": (lambda: nxp.Sampling(top_k=3), "need a temperature"),
-}
+}  # fmt: skip
 
 
 class WithState(Counting):

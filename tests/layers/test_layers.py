@@ -33,34 +33,18 @@ STAGES = "2 x ConvBlock at stages.0.layers.*\n3 x ConvBlock at stages.1.layers.*
 # A model, its input, the layers that are found, and what becomes one scan.
 MODELS = {
   "llama": (decoder(), TOKENS, "4 x Block at layers.*", "layers.0 to layers.3: one scan of 4"),
-  "local and global": (
-    decoder(windows=(4, 4, None), depth=6),
-    TOKENS,
-    "6 x Block at layers.*",
-    "layers.0 to layers.5: one scan of 2, 3 layers each",
-  ),
-  "experts": (
-    decoder(experts=4),
-    TOKENS,
-    f"2 x Block at layers.*{UNLIKE}",
-    "layers.0 to layers.3: one scan of 2, 2 layers each",
-  ),
+  "local and global": (decoder(windows=(4, 4, None), depth=6), TOKENS, "6 x Block at layers.*",
+    "layers.0 to layers.5: one scan of 2, 3 layers each"),
+  "experts": (decoder(experts=4), TOKENS, f"2 x Block at layers.*{UNLIKE}",
+    "layers.0 to layers.3: one scan of 2, 2 layers each"),
   "bert": (others.Bert, TOKENS, "3 x EncoderLayer at layer.*", "layer.0 to layer.2: one scan of 3"),
   "vit": (others.ViT, IMAGES, "4 x EncoderLayer at block_*", "block_0 to block_3: one scan of 4"),
   "convolutions": (others.ConvNet, IMAGES, STAGES, "stages.1.layers.0 to stages.1.layers.2: one scan of 3"),
-  "encoder and decoder": (
-    others.EncoderDecoder,
-    TOKENS,
-    "3 x CrossLayer at decoder.*\n3 x EncoderLayer at encoder.*",
-    "decoder.0 to decoder.2: one scan of 3",
-  ),
-  "statistics and dropout": (
-    others.ResNet,
-    IMAGES,
-    "3 x Residual at blocks.*",
-    "blocks.0 to blocks.2: one scan of 3",
-  ),
-}
+  "encoder and decoder": (others.EncoderDecoder, TOKENS,
+    "3 x CrossLayer at decoder.*\n3 x EncoderLayer at encoder.*", "decoder.0 to decoder.2: one scan of 3"),
+  "statistics and dropout": (others.ResNet, IMAGES, "3 x Residual at blocks.*",
+    "blocks.0 to blocks.2: one scan of 3"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
