@@ -208,12 +208,7 @@ def unknown_names(names: Names, given: Settings) -> list[Entry]:
 
 
 def _extend(
-  found: Resolution,
-  shape: Sequence[int],
-  fallback: Fallback,
-  leaf: Leaf,
-  offered: Offered,
-  given: Settings,
+  found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, offered: Offered, given: Settings
 ) -> tuple[Extended, str, str]:
   """`extend_spec`, the reason, and its effect in brief."""
   stored = [size + extra for size, extra in zip(shape, found.padding, strict=True)]
@@ -241,11 +236,7 @@ def _fallback_row(path: Path, leaf: Leaf, offered: Offered, given: Settings) -> 
 
 
 def optimizer_rows(
-  optimizer: Trace,
-  model: Iterable[LeafPlan],
-  given: Settings,
-  *,
-  memory_kind: str | None,
+  optimizer: Trace, model: Iterable[LeafPlan], given: Settings, *, memory_kind: str | None
 ) -> Iterator[LeafPlan]:
   """Decides the state of an optimizer: it follows the parameters, and is stored in this memory."""
   by_path = {row.path: row for row in model}

@@ -35,10 +35,7 @@ class LossScaleState(NamedTuple):
 
 @check_arguments(TrainError)
 def with_loss_scale(
-  tx: optax.GradientTransformation,
-  *,
-  initial: float = 2.0**15,
-  growth_interval: int = 2000,
+  tx: optax.GradientTransformation, *, initial: float = 2.0**15, growth_interval: int = 2000
 ) -> optax.GradientTransformationExtraArgs:
   """Adds a dynamic loss scale to an optimizer, for computing in float16.
 

@@ -77,12 +77,7 @@ class _Step:
     return bound
 
   def _bind_again(
-    self,
-    key: Hashable,
-    roots: dict[str, Model],
-    before: Bound | None,
-    kept: Hashable,
-    constants: Constants,
+    self, key: Hashable, roots: dict[str, Model], before: Bound | None, kept: Hashable, constants: Constants
   ) -> Bound:
     known = self._programs.setdefault(kept, {})
     reasons = ["other objects than before" if self.compiles else "first call"]
