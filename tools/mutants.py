@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,9 @@ def mutants(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
       told = text or isinstance(child, (ast.Raise, ast.JoinedStr)) or name in TYPES
       if isinstance(child, ast.AST) and not told and getattr(child, "arg", "") != "strict":
         key = name == "slice" and isinstance(child, ast.Constant) and isinstance(child.value, str)
-        yield from () if key or (name, type(child)) == ("value", ast.Tuple) else changes(child)
+        yield from (
+          () if key or (name in ("value", "slice") and isinstance(child, ast.Tuple)) else changes(child)
+        )
         yield from mutants(child)
 
 
@@ -107,9 +109,9 @@ def killer(path: str, text: str, tests: list[str]) -> str:
   return found or ("no import" if os.waitpid(child, 0)[1] else "")
 
 
-def judge(name: str, tests: list[str], same: dict[str, str]) -> str:
+def judge(name: str, tests: list[str], equivalent: Sequence[tuple[str, str]] = ()) -> str:
   """Prints the fate of each change of a file; returns the row of the file for tests/MUTANTS.md."""
-  path, fates = str(ROOT / "nnx_parallel" / name), list[str]()
+  path, fates, same = str(ROOT / "nnx_parallel" / name), list[str](), dict(equivalent)
   source = Path(path).read_text()
   if found := killer(path, source, tests):
     raise SystemExit(f"{name}: {found} fails without a change")
