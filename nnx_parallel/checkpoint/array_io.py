@@ -265,11 +265,15 @@ def unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any
   return memory[start : start + size].view(dtype).reshape(shape)
 
 
+def bytes_of_shard(target: jax.ShapeDtypeStruct) -> int:
+  """Bytes of one shard of an array."""
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return math.prod(shape) * target.dtype.itemsize
+
+
 def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
   """Bytes of the distinct shards of an array that this process has."""
-  shards = {box_of(index, target.shape) for index in _indices(target)}
-  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
-  return len(shards) * math.prod(shape) * target.dtype.itemsize
+  return len({box_of(index, target.shape) for index in _indices(target)}) * bytes_of_shard(target)
 
 
 def _indices(target: jax.ShapeDtypeStruct) -> Iterable[tuple[slice, ...] | None]:

@@ -303,13 +303,15 @@ def _refusal(
 ) -> NnxParallelError:
   name, annotation = parameter.name, parameter.annotation
   said = f"{annotation if isinstance(annotation, str) else getattr(annotation, '__name__', annotation)}"
-  alias = getattr(inspect.unwrap(function), "__globals__", {}).get(said)
-  if typing.get_origin(alias) is Literal:  # a name for some texts: these
-    said = " or ".join(map(repr, typing.get_args(alias)))
+  names = getattr(inspect.unwrap(function), "__globals__", {})
+  for part in said.split(" | "):
+    if typing.get_origin(names.get(part)) is Literal:  # a name for some texts: these
+      said = said.replace(part, " or ".join(map(repr, typing.get_args(names[part]))))
   bounds = f"{limit[0]} to {limit[-1]}" if isinstance(limit, range) else f"at least {limit}"
   said += "" if limit is None else f", {bounds}"
   plain = value is None or isinstance(value, bool | int | float)
   kind = "" if plain else f" ({with_article(type(value).__name__)})"
+  # The first clause of its text under `Args:` or `Attributes:`, "count: how often; ...", says what it means.
   end = r"(?:\.\s|;|:|\n\n|\n +\*{0,2}\w+: )"
   told = re.search(rf"^ +\*?{name}: (.+?){end}", f"{inspect.getdoc(function)}\n\n", re.MULTILINE | re.DOTALL)
   fix = " ".join(told[1].split()).rstrip(".") + "." if told else f"see help({function.__qualname__})."

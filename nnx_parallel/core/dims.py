@@ -284,10 +284,7 @@ def _ragged_dot(eqn: JaxprEqn) -> DimMap | None:
 
 
 def _product(
-  eqn: JaxprEqn,
-  summed: Sequence[Sequence[int]],
-  shared: Sequence[Sequence[int]],
-  groups: Sequence[int] = (),
+  eqn: JaxprEqn, summed: Sequence[Sequence[int]], shared: Sequence[Sequence[int]], groups: Sequence[int] = ()
 ) -> DimMap:
   """The result has the shared dims, then the other dims of the left, and of the right operand."""
   (rank,) = (len(shape) for shape in _shapes(eqn.outvars))

@@ -27,6 +27,7 @@ from nnx_parallel.core.jaxprs import (
   constants,
   has_rule,
   is_checkpoint,
+  map_shards_as,
   open_jaxpr,
   params_of,
   program_of,
@@ -253,7 +254,8 @@ class Interpreter(Generic[F]):
     if not is_walked(eqn):
       return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
     if eqn.primitive.name == "shard_map":
-      return self._map_shards(eqn, inputs, facts)
+      function, after = self._function(eqn.params["jaxpr"], facts)
+      return map_shards_as(eqn, function, eqn.params["mesh"])(*inputs), after
     new: dict[Inner, Program] = {}
 
     def inside(inner: Inner, facts: list[F]) -> list[F]:
@@ -273,21 +275,6 @@ class Interpreter(Generic[F]):
       made = trace_like(function, program)
       self._done[key] = open_jaxpr(made) if open_jaxpr(program) is program else made, found, program
     return self._done[key][:2]
-
-  def _map_shards(
-    self, eqn: JaxprEqn, inputs: list[Value], facts: list[F]
-  ) -> tuple[Sequence[Value], list[F]]:
-    params = eqn.params
-    function, found = self._function(params["jaxpr"], facts)
-    mapped = jax.shard_map(
-      function,
-      mesh=params["mesh"],
-      in_specs=tuple(params["in_specs"]),
-      out_specs=list(params["out_specs"]),
-      axis_names=params["newly_manual_axes"],
-      check_vma=params["check_vma"],
-    )
-    return mapped(*inputs), found
 
   def _function(self, program: Program, facts: list[F]) -> tuple[Callable[..., list[Value]], list[F]]:
     """A program as a function of arrays, and the facts of its results once it has been traced."""

@@ -154,6 +154,18 @@ def bind(eqn: JaxprEqn, inputs: Sequence[Value], **changed: Any) -> Sequence[jax
   return results if eqn.primitive.multiple_results else [results]
 
 
+def map_shards_as(eqn: JaxprEqn, function: Callable[..., PyTree], mesh: Any) -> Callable[..., Any]:
+  """A function of shards in place of the program of a `shard_map`, with its specs, on this mesh."""
+  return jax.shard_map(
+    function,
+    mesh=mesh,
+    in_specs=tuple(eqn.params["in_specs"]),
+    out_specs=list(eqn.params["out_specs"]),
+    axis_names=eqn.params["newly_manual_axes"],
+    check_vma=eqn.params["check_vma"],
+  )
+
+
 def program_of(eqn: JaxprEqn) -> Any:
   """The program that an operation holds (a call, a checkpoint, a custom rule), or None."""
   params = params_of(eqn)

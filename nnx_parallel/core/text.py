@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import html
 import math
 import os
@@ -11,8 +10,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -45,37 +44,6 @@ _BESIDE = 20
 _PRE = "overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px;margin:0"
 
 
-class Table(NamedTuple):
-  """A table, for text and for pages; a column whose name ends in `>` is right-aligned."""
-
-  title: str
-  columns: tuple[str, ...]
-  rows: list[tuple[str, ...]]
-  note: str = ""
-  """A line below."""
-
-
-def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
-  """A `Table` as text; a last column that is not right-aligned may wrap."""
-  right = [n for n, column in enumerate(columns) if column.endswith(">")]
-  last = len(columns) - 1
-  header = [column.rstrip(">") for column in columns]
-  table = text_table(header, [*rows], right=right, wrap=() if last in right else (last,))
-  return f"{title}\n{table}\n" + (f"{note}\n" if note else "")
-
-
-@functools.singledispatch
-def text_of(report: Any) -> str:
-  """A report as text; the module that writes it registers itself for the type of the report."""
-  raise TypeError(f"no text of {type(report).__name__}")
-
-
-@functools.singledispatch
-def page_of(report: Any) -> str:
-  """A report as an HTML page; registered like `text_of`."""
-  raise TypeError(f"no page of {type(report).__name__}")
-
-
 class Shown:
   """Prints as `str(self)` in notebooks and IPython, which would list the fields of a dataclass."""
 
@@ -84,27 +52,6 @@ class Shown:
 
   def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
     printer.text(str(self))
-
-
-class Paged(Shown):
-  """Has an HTML page, which notebooks show in a frame, so that its style stays its own."""
-
-  def to_html(self) -> str:
-    """One self-contained HTML page."""
-    return page_of(self)
-
-  def _repr_html_(self) -> str:
-    page = html.escape(self.to_html(), quote=True)
-    return (
-      f"<iframe srcdoc='{page}' width='100%' height='700' style='border:0' sandbox='allow-scripts'></iframe>"
-    )
-
-
-def not_counted(operations: Mapping[str, int]) -> str:
-  """A line that names the operations that an estimate left out, or an empty string."""
-  if not operations:
-    return ""
-  return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + "."
 
 
 def page_width() -> int:

@@ -18,7 +18,6 @@ from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.logical import (
-  UNEVEN,
   Candidate,
   First,
   LogicalRules,
@@ -82,8 +81,6 @@ def resolve_spec(
     >>> nxp.resolve_spec(("embed", "mlp"), (8, 32), {"fsdp": 4, "tensor": 2}, rules).spec
     P('fsdp', 'tensor')
   """
-  if uneven not in UNEVEN:
-    raise ShardingError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   array = _Array(
     path, tuple(names), tuple(shape), dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
   )

@@ -35,7 +35,7 @@ from nnx_parallel.core.interpret import Facts, facts_of, is_literal
 from nnx_parallel.core.jaxprs import CALLS, inner_equations, nbytes, open_jaxpr, program_of
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.text import Shown, format_bytes, render
+from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Leaf, LossFn, Program, PyTree, Var
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_layers, with_stages
@@ -47,6 +47,7 @@ from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.inputs import batch_structs, check_batch, state_categories
+from nnx_parallel.report.tables import render
 from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.gradients import check_divides
 from nnx_parallel.train.loss_call import call_loss

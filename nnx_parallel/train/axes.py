@@ -187,10 +187,7 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_types(
-  run: Callable[..., PyTree],
-  outside: Shardings,
-  inside: Shardings,
-  specs: Callable[[PyTree], PyTree],
+  run: Callable[..., PyTree], outside: Shardings, inside: Shardings, specs: Callable[[PyTree], PyTree]
 ) -> Callable[..., Any]:
   """A program of arrays in the layout `outside` that computes `inside`; `specs`: of its results."""
   return run if inside.mesh == outside.mesh else compute_on_auto_axes(run, outside.mesh, specs)

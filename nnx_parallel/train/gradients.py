@@ -312,11 +312,7 @@ def slope_of(
 
 
 def _jvp(
-  objective: Objective,
-  trained: Arrays,
-  tangents: Arrays,
-  rest: Arrays,
-  part: PyTree,
+  objective: Objective, trained: Arrays, tangents: Arrays, rest: Arrays, part: PyTree
 ) -> tuple[PyTree, PyTree]:
   _, slope, found = jax.jvp(lambda train: objective(train, rest, part), (trained,), (tangents,), has_aux=True)
   return slope, found

@@ -118,9 +118,7 @@ def test_a_batch_that_cannot_be_split_has_no_plan():
   assert "Fix: a global batch of 512 or 1024, or fewer shards." in str(error.value)
   with pytest.raises(ReportError, match=r"512 shards in each of 7 microbatches cannot split evenly"):
     memory_plan(layout, squares, batch(1024), microbatches=7)
-  with pytest.raises(
-    ReportError, match=r"the batch has no array: \(16, 8\)\.\n  Fix: .*ShapeDtypeStruct\(\(16, 8\)"
-  ):
+  with pytest.raises(ReportError, match=r"the batch has no array(.|\n)*Fix: .*ShapeDtypeStruct\(\(16, 8\)"):
     memory_plan(layout, squares, (16, 8))
 
 
