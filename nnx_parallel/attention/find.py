@@ -153,7 +153,7 @@ def way_of(attention: Attention) -> Way:
 
 def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple[Program, Found]]) -> Any:
   """The program with its attention rewritten; equal layers share one. `found` receives what was found."""
-  flat = inline_calls(jaxpr, is_opened)
+  flat = inline_calls(jaxpr, opens_attention)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
   eqns: dict[int, JaxprEqn] = {}
@@ -205,7 +205,7 @@ def _inner(value: Value, *args: Value) -> Value:
   return rewrite(value, *args) if hasattr(open_jaxpr(value), "eqns") else value
 
 
-def is_opened(eqn: JaxprEqn) -> bool:
+def opens_attention(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call whose operations may be part of an attention."""
   name = eqn.primitive.name
   if has_rule(eqn) and "bwd" not in params_of(eqn):  # jax.nn.softmax

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from nnx_parallel.attention.find import is_opened
+from nnx_parallel.attention.find import opens_attention
 from nnx_parallel.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, finite, push
 from nnx_parallel.core.interpret import inline_calls, interpret
@@ -70,7 +70,7 @@ def check_chunks(chunks: int | None) -> None:
 
 def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   """The closed trace of a loss with its head in chunks, and a line that says so; or a `TrainError`."""
-  flat: ClosedJaxpr = inline_calls(jaxpr, _is_opened)
+  flat: ClosedJaxpr = inline_calls(jaxpr, _opens_head)
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -101,9 +101,9 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   return without_unused(body), line
 
 
-def _is_opened(eqn: JaxprEqn) -> bool:
-  if is_opened(eqn) or not has_rule(eqn) or has_reverse_rule(eqn):
-    return is_opened(eqn)
+def _opens_head(eqn: JaxprEqn) -> bool:
+  if opens_attention(eqn) or not has_rule(eqn) or has_reverse_rule(eqn):
+    return opens_attention(eqn)
   return str(open_jaxpr(program_of(eqn)).debug_info.func_name) in _OPENED
 
 
@@ -243,7 +243,7 @@ class _Rewriting:
     """The closed trace of the loss with its statistics computed by chunks; `Untiled` if all are needed."""
 
     def is_call(eqn: JaxprEqn) -> bool:
-      return _is_opened(eqn) and eqn.params.get("name") not in self._kinds
+      return _opens_head(eqn) and eqn.params.get("name") not in self._kinds
 
     def products(body: Jaxpr) -> list[JaxprEqn]:
       return [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]

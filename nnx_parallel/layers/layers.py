@@ -345,8 +345,8 @@ def _trace(
       fix=f"{MARK_LAYERS}; or leave remat out.",
     )
   _check_rules(traced)
-  if any(_is_opened(eqn) for eqn in traced.eqns):
-    traced = inline_calls(traced, _is_opened)
+  if any(_opens_layers(eqn) for eqn in traced.eqns):
+    traced = inline_calls(traced, _opens_layers)
   rewritten: list[str] = []
   if options.loss_chunks is not None:
     traced, line = in_chunks(traced, options.loss_chunks)
@@ -377,7 +377,7 @@ def _treat(
     return stacks(inputs, rule)
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    if where := _where(eqn):
+    if where := _enclosing(eqn):
       body = program_of(eqn)
       inner = retraced(lambda *xs: program(body, xs, where), body)
       return bind(eqn, inputs, jaxpr=open_jaxpr(inner) if open_jaxpr(body) is body else inner)
@@ -397,7 +397,7 @@ def _treat(
   return found
 
 
-def _where(eqn: JaxprEqn) -> str:
+def _enclosing(eqn: JaxprEqn) -> str:
   """Where an operation has layers that are treated like those of the loss itself; empty: it has none."""
   if is_checkpoint(eqn) and calls_layers(program_of(eqn)):
     return "; inside jax.checkpoint"
@@ -419,7 +419,7 @@ def _said(stacks: Stacks, remat: Remat) -> Iterator[str]:
     kind, names = eqn.primitive.name, [layer_of(e) for e in (eqn, *inner_equations(eqn)) if is_marked(e)]
     if _keeps_checkpoints(eqn, remat):
       yield "parts under nnx.remat or jax.checkpoint: as written"
-    if n in in_chains or _where(eqn):
+    if n in in_chains or _enclosing(eqn):
       continue
     if names:
       where = f" of the model's scan of {eqn.params['length']}" if kind == "scan" else f" inside {kind}"
@@ -462,6 +462,6 @@ def has_layers(jaxpr: Program) -> bool:
   return any(map(is_marked, equations(jaxpr)))
 
 
-def _is_opened(eqn: JaxprEqn) -> bool:
+def _opens_layers(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
   return is_call(eqn) and not is_marked(eqn) and calls_layers(program_of(eqn))

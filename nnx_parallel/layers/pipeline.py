@@ -118,8 +118,7 @@ class Schedule:
     stages: the size of the mesh axis.
     microbatches: a multiple of `stages`.
     layers: the number of layers.
-    virtual_stages: the number of chunks of layers on each stage. 1 is the GPipe schedule; more chunks are a
-      circular (interleaved) schedule.
+    virtual_stages: the number of chunks of layers on each stage, as in `nxp.Pipeline`.
 
   Raises:
     SchemeError: `microbatches` is not a multiple of `stages`, or `layers` or `virtual_stages` is less than 1.

@@ -211,10 +211,10 @@ class Stacks:
           self.reasons.append(
             f"{names[0]} to {names[-1]}: {len(names)} layers, and a scan has {scan_from} or more"
           )
-      if found is not None and not found.scan and not loops:
+      if found is not None and not found.scan and not loops:  # only units that are recomputed stay chains
         found = None
-      if found is None and loops and group > 1 and chains:
-        found = chains[0]  # once
+      elif found is None and loops and group > 1 and chains:
+        found = chains[0]  # one unit, without an equal
       if found is not None:
         self.chains[marks[0]] = found
       used = len(found.calls) if found is not None else 1

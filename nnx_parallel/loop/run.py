@@ -360,7 +360,13 @@ class Run:
     """Runs a step."""
     before = len(self._programs)
     with jax.profiler.StepTraceAnnotation("train", step_num=number):
-      self._metrics = _check_metrics(self.step(self.model, self.optimizer, batch))
+      found: Any = self.step(self.model, self.optimizer, batch)
+    if not isinstance(found, Mapping):
+      raise TrainError(
+        f"the step returned a {type(found).__name__}, and fit needs a dict of metrics.",
+        fix='return {"loss": loss} from the step.',
+      )
+    self._metrics = found
     self.at.step, self.at.samples = number, self.at.samples + examples_in(batch)
     compiled = len(self._programs) > before
     self._compiled = self._compiled or compiled
@@ -556,15 +562,6 @@ def judge_batches(texts: list[str]) -> str:
       f" not {said[0]['shapes']}"
     )
   return ""
-
-
-def _check_metrics(metrics: object) -> AnyMetrics:
-  if not isinstance(metrics, Mapping):
-    raise TrainError(
-      f"the step returned a {type(metrics).__name__}, and fit needs a dict of metrics.",
-      fix='return {"loss": loss} from the step.',
-    )
-  return metrics  # pyright: ignore[reportUnknownVariableType]
 
 
 def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:

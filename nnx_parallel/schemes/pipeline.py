@@ -61,8 +61,7 @@ def pipeline(
     microbatches: the number of microbatches. It must be a multiple of the number of stages, and it must
       divide the batch.
     axis: the mesh axis of the stages.
-    virtual_stages: the number of chunks of each stage. 1 is the GPipe schedule. More chunks are a circular
-      (interleaved) schedule, with a smaller bubble and proportionally more communication.
+    virtual_stages: the number of chunks of each stage, as in `nxp.Pipeline`.
     batch_axes: mesh axes that shard the batch but no parameter. The devices along these axes then sum the
       gradients of the parameters once, after the last tick, instead of in each tick. An error with `after`.
     before: with `after`: computes the input of the first layer from `x` of a microbatch: an embedding, for
