@@ -24,6 +24,7 @@ from jax.sharding import AxisType
 from nnx_parallel.attention.blocks import OVER_AXIS, NotAttention, Way, blocked
 from nnx_parallel.attention.fused import by_kernel
 from nnx_parallel.attention.kernels import kernel_in_use
+from nnx_parallel.attention.sink import sink_masks
 from nnx_parallel.attention.softmaxes import NotByBlocks, NotFused, Softmax, Softmaxes, named_dims
 from nnx_parallel.core.given import is_count, is_one_of
 from nnx_parallel.core.interpret import inline_calls
@@ -157,7 +158,7 @@ def way_of(attention: Attention) -> Way:
 def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple[Program, Found]]) -> Any:
   """The program with its attention rewritten; equal layers share one. `found` receives what was found."""
   flat = inline_calls(jaxpr, is_opened)
-  body = flat.jaxpr
+  body = sink_masks(flat.jaxpr)
   softmaxes = Softmaxes(body)
   eqns: dict[int, JaxprEqn] = {}
   matches: list[Softmax] = []
