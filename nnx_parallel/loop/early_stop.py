@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.given import is_one_of
+from nnx_parallel.core.checked import check_arguments, is_one_of
 from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.checked import shorten_traceback
-from nnx_parallel.core.given import are_texts
+from nnx_parallel.core.checked import are_texts, shorten_traceback
 from nnx_parallel.core.nodes import Names, Path, path_str
 from nnx_parallel.core.text import number_pattern
 from nnx_parallel.errors import ShardingError
