@@ -149,7 +149,5 @@ def test_a_checkpointer_does_not_print_the_model(tmp_path):
       "a MLP is not a step from 0 up.\n  Fix: a number below 2**63 comes first: save(100, model, optimizer)."
     )
     checkpoints.save(5, init())
-    with pytest.raises(
-      nxp.errors.CheckpointError, match=r"into init: it has [^\n]*\n  Fix: restore\(nxp.plan\(init, "
-    ):
+    with pytest.raises(nxp.errors.CheckpointError, match=r"into init: it has [^\n]*\n  Fix:"):
       checkpoints.restore(init)

@@ -312,10 +312,17 @@ def _conditions(form: _Form, lengths: Mapping[int, int], made: Makers) -> list[C
   """Booleans that all must hold where a score is kept: masks are taken apart at their `and`."""
 
   def apart(var: Var, labels: Labels, kept: bool) -> list[Condition]:
+    number = origin(var, made, PLACES)
+    if isinstance(number, core.Literal) and bool(number.val) == kept:  # `jnp.ones(shape, bool) & mask`
+      return []
     eqn = maker(var, made)
     name = None if eqn is None else eqn.primitive.name
     joins = name in (*PLACES, "not", "and" if kept else "or")
-    if eqn is None or not joins or any(not _is_bool(x) for x in eqn.invars):
+    if (
+      eqn is None
+      or not joins
+      or any(isinstance(x, core.Literal) or x.aval.dtype != jnp.bool_ for x in eqn.invars)
+    ):
       return [(var, labels, kept)]
     try:
       wanted = pull(eqn, labels, lengths)
@@ -327,10 +334,6 @@ def _conditions(form: _Form, lengths: Mapping[int, int], made: Makers) -> list[C
     return [part for x, own in pairs for part in apart(x, own, kept != (name == "not"))]
 
   return [part for mask in form.scores.masks for part in apart(*mask)]
-
-
-def _is_bool(x: Var) -> bool:
-  return not isinstance(x, core.Literal) and x.aval.dtype == jnp.bool_
 
 
 def _segments(
@@ -346,7 +349,11 @@ def _segments(
     if eqn is None or eqn.primitive.name != ("eq" if kept else "ne") or is_inexact(eqn.invars[0].aval):
       continue
     pairs = zip(eqn.invars, pull(eqn, labels, lengths), strict=True)
-    ends = [_before_places(x, own, lengths, made, _of_type(x)) for x, own in pairs]
+    # Another type might not tell all numbers apart.
+    ends = [
+      _before_places(x, own, lengths, made, lambda y, dtype=x.aval.dtype: y.dtype == dtype)
+      for x, own in pairs
+    ]
     (one, own), (other, theirs) = sorted(ends, key=lambda end: any(name == column for name, _, _ in end[1]))
     turned = {(row if name == column else name, *place) for name, *place in theirs}
     if (
@@ -357,10 +364,6 @@ def _segments(
     ):
       return (one, own), conditions[:n] + conditions[n + 1 :]
   return None, conditions
-
-
-def _of_type(wanted: Var) -> Callable[[AnyArray], bool]:
-  return lambda x: x.dtype == wanted.aval.dtype  # another type might not tell all numbers apart
 
 
 def _before_places(

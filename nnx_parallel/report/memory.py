@@ -135,7 +135,7 @@ class MemoryPlan(Shown):
     )
 
 
-@check_arguments(ReportError)
+@check_arguments(ReportError, microbatches=1)
 def memory_plan(
   plan: Plan,
   loss: LossFn,
@@ -188,8 +188,6 @@ def memory_plan(
   """
   check_plan(plan, "nxp.memory_plan(plan, loss_fn, batch)")
   check_arrays(ReportError, "batch", batch)
-  if microbatches < 1:
-    raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   saved = trace_saved(
     plan, loss, batch, remat=remat, layers=layers, pipeline=stages, microbatches=microbatches

@@ -176,7 +176,7 @@ class SearchResult(Shown):
     return json.dumps(body, indent=2)
 
 
-@check_arguments(ReportError)
+@check_arguments(ReportError, max_microbatches=1)
 @no_mesh()
 def search(
   init: Callable[[], nnx.Module],
@@ -241,11 +241,6 @@ def search(
     >>> result.best.mesh_text
     'fsdp=16'
   """
-  if max_microbatches < 1:
-    raise ReportError(
-      f"max_microbatches={max_microbatches} leaves nothing to try: a batch has at least one part.",
-      fix="max_microbatches=1 for one microbatch only.",
-    )
   check_arrays(ReportError, "batch", batch)
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline

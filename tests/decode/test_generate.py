@@ -23,14 +23,9 @@ class Block(nnx.Module):
 
   def __init__(self, rngs):
     self.norm = nnx.LayerNorm(FEATURES, rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(
-      8,
-      FEATURES,
-      decode=True,
-      rngs=rngs,
-      kernel_metadata=kernel("embed", "heads", None),
-      out_kernel_metadata=kernel("heads", None, "embed"),
-    )
+    names = {"kernel_metadata": kernel("embed", "heads", None)}
+    names |= {"out_kernel_metadata": kernel("heads", None, "embed")}
+    self.attention = nnx.MultiHeadAttention(8, FEATURES, decode=True, rngs=rngs, **names)
     self.attention.init_cache((BATCH, LENGTH, FEATURES))
     self.up = nnx.Linear(FEATURES, 32, rngs=rngs, kernel_metadata=kernel("embed", "mlp"))
     self.down = nnx.Linear(32, FEATURES, rngs=rngs, kernel_metadata=kernel("mlp", "embed"))
@@ -45,13 +40,8 @@ class Model(nnx.Module):
     rngs = nnx.Rngs(0)
     self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
     self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-    self.head = nnx.Linear(
-      FEATURES,
-      VOCABULARY,
-      rngs=rngs,
-      kernel_init=nnx.initializers.normal(1.0),
-      kernel_metadata=kernel("embed", "vocab"),
-    )
+    options = {"kernel_init": nnx.initializers.normal(1.0), "kernel_metadata": kernel("embed", "vocab")}
+    self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs, **options)
 
   def __call__(self, tokens):
     x = self.embed(tokens)
@@ -150,9 +140,8 @@ def test_tokens_are_those_of_a_plain_loop(layout):
   cached = model.blocks[0].attention.cached_key[...].sharding
   heads = "tensor" if "tensor" in axes else None
   assert cached.spec[2] == heads
-  assert cached.shard_shape((BATCH, LENGTH, 8, 2))[0] == BATCH // int(
-    np.prod([n for a, n in axes.items() if a != "tensor"])
-  )
+  shards = int(np.prod([n for a, n in axes.items() if a != "tensor"]))
+  assert cached.shard_shape((BATCH, LENGTH, 8, 2))[0] == BATCH // shards
 
 
 WINDOW = 3

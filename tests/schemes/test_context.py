@@ -278,7 +278,7 @@ def test_options_and_meshes_that_are_none_are_refused():
     nxp.parallel.zigzag(ids[:, :12], 2, segment_ids=ids)
   with pytest.raises(SchemeError, match="dim=0"):
     nxp.parallel.zigzag(ids, 2, dim=0, segment_ids=ids)
-  with pytest.raises(SchemeError, match="block=0 is not a number from 1 up"):
+  with pytest.raises(SchemeError, match=r"block=0(.|\n)*1 to "):
     nxp.parallel.zigzag(ids, 2, segment_ids=ids, block=0)
   with pytest.raises(SchemeError, match=r"shards=2\.5"):
     nxp.parallel.zigzag(ids, 2.5)
