@@ -34,6 +34,7 @@ def _mend(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 @shorten_traceback
+@dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
 class PathRules:
   r"""Rules that give names to parameters without annotations, by their paths. The first match wins.
 
@@ -62,6 +63,10 @@ class PathRules:
     >>> rules.match(("blocks", 0, "attn", "q", "kernel")).names
     (None, 'tensor')
   """
+
+  rules: tuple[PathRule, ...]
+  strict: bool
+  optional: bool
 
   def __init__(
     self,
@@ -108,14 +113,6 @@ class PathRules:
   def pairs(self) -> list[tuple[str | tuple[str, ...], Names | None]]:
     """Returns the pairs `(pattern, names)`, so that you can edit them and build new rules."""
     return [(rule.pattern, rule.names) for rule in self.rules]
-
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, PathRules):
-      return NotImplemented
-    return (self.rules, self.strict, self.optional) == (other.rules, other.strict, other.optional)
-
-  def __hash__(self) -> int:
-    return hash((self.rules, self.strict, self.optional))
 
   def __repr__(self) -> str:
     lines = [f"  ({rule.pattern!r}, {show_names(rule.names)})," for rule in self.rules]
