@@ -78,9 +78,13 @@ class Case:
   def __str__(self) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.layout["mesh"].items())
     where = f"{self.layout['style']} on {mesh}, batch {self.layout['batch']} {self.layout['length'] or ''}"
-    parts = [self.program["input"], *self.program["blocks"], self.program["loss"]]
-    ops = ", ".join(f"{part['op']} {part['kind']}" if "kind" in part else part["op"] for part in parts)
+    ops = ", ".join(self.ops)
     return f"{self.seed}.{self.number} [{ops}] {where}\n{json.dumps(dataclasses.asdict(self))}"
+
+  @property
+  def ops(self) -> list[str]:
+    parts = [self.program["input"], *self.program["blocks"], self.program["loss"]]
+    return [f"{part['op']} {part['kind']}" if "kind" in part else part["op"] for part in parts]
 
 
 def cases(seed: int, given: argparse.Namespace) -> list[Case]:

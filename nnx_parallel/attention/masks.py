@@ -71,10 +71,6 @@ class Hidden:
     low, high = self._interval(var, tuple(label for label in labels if label[0] in self._spans))
     return np.broadcast_to(low, self._shape), np.broadcast_to(high, self._shape)
 
-  def most(self, var: Var, labels: Labels) -> np.ndarray:
-    """The largest that the elements of each tile of a value may be."""
-    return self.bounds(var, labels)[1]
-
   def _interval(self, var: Var, labels: Labels) -> Interval:
     if isinstance(var, core.Literal):
       dtype: np.dtype[Any] = var.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]

@@ -114,13 +114,11 @@ def _row_major(x: Value) -> jax.Array:
 
 
 def _is_faulty(eqn: JaxprEqn) -> bool:
-  """A kernel gradient of a grouped convolution.
-
-  It is a convolution with `batch_group_count` > 1. Where mesh axes larger than 1 do not split the batch, XLA
-  sums it over all devices: on a 2x4 mesh with the batch on the 2, it comes out 4 times too large; with the
-  batch on the 4, twice. The forward pass and the gradient of the input are right, and Adam hides the factor.
-  With two groups and channels split over 4 devices, the partitioner aborts the process.
-  """
+  """A kernel gradient of a grouped convolution."""
+  # It is a convolution with `batch_group_count` > 1. Where mesh axes larger than 1 do not split the batch,
+  # XLA sums it over all devices: on a 2x4 mesh with the batch on the 2, it comes out 4 times too large; with
+  # the batch on the 4, twice. The forward pass and the gradient of the input are right, and Adam hides the
+  # factor. With two groups and channels split over 4 devices, the partitioner aborts the process.
   return eqn.primitive.name == "conv_general_dilated" and eqn.params["batch_group_count"] > 1
 
 

@@ -92,6 +92,8 @@ CASES = [
   ("dot_general", "ab,bc->ac", lax.dot, array(4, 5), array(5, 6)),
   ("dot_general", "abc,dbc->bad", lambda x, y: lax.dot_general(x, y, (((2,), (2,)), ((1,), (1,)))),
    X, array(5, 3, 6)),
+  ("dot_general", "abc,cbd->ad", lambda x, y: lax.dot_general(x, y, (((1, 2), (1, 0)), ((), ()))), X,
+   array(6, 3, 5)),
   ("ragged_dot_general", "Ab,_bc,_->Ac", lax.ragged_dot, array(6, 4), array(2, 4, 5),
    np.array([2, 4], "int32")),
   ("conv_general_dilated", "aBCd,__de->aBCe", convolution, IMAGE, array(3, 3, 4, 8)),
@@ -99,6 +101,8 @@ CASES = [
    lambda x, y: convolution(x, y, feature_group_count=4), IMAGE, array(3, 3, 1, 8)),
   ("gather", "aBc,de_->adec",
    lambda x, n: gather(x, n, (4, 1, 6), offset_dims=(0, 3), collapsed_slice_dims=(1,)), X, ROWS % 3),
+  ("gather", "ABc,de_->dec", lambda x, n: lax.gather(
+    x, n, lax.GatherDimensionNumbers((2,), (0, 1), (0, 1)), (1, 1, 6)), X, ROWS.repeat(2, -1) % 3),
   ("gather", "a_b,cd_->a_cdb",
    lambda x, n: gather(x, n, (4, 2, 6), offset_dims=(0, 1, 4), collapsed_slice_dims=()), X, ROWS % 2),
   ("gather", "aBc,ad_->adc", lambda x, n: gather(
@@ -256,6 +260,13 @@ def test_each_operation_of_jax_is_in_the_table_or_left_out_by_name():
   known = {getattr(primitives, name).name for name in dir(primitives) if name.endswith("_p")}
   assert known - dims._RULES.keys() <= UNMAPPED, "a new operation: put it into the table, or into UNMAPPED"
   assert not UNMAPPED & dims._RULES.keys()
+
+
+def test_random_bits_depend_on_the_key_at_their_place():
+  draw = jax.vmap(lambda key: jax.random.bits(key, (3, 2)))
+  eqns = jax.make_jaxpr(draw)(jax.random.split(jax.random.key(0), 4)).eqns
+  (eqn,) = (eqn for eqn in eqns if eqn.primitive.name == "random_bits")
+  assert str(dim_map(eqn)) == "a->a__"
 
 
 def test_what_is_not_in_the_table_has_no_map():

@@ -265,9 +265,18 @@ def test_inputs_that_a_program_returns_are_found():
   ]
 
 
+def passed_on(x, row):
+  """`row` unchanged, in a way that jax itself does not see, so that a scan gives it as a result."""
+  return jax.checkpoint(lambda x, row: (jnp.sin(x), row))(x, row)
+
+
+def test_rows_that_a_scan_returns_are_its_input():
+  assert returned(lambda x, rows: jax.lax.scan(passed_on, x, rows), 1.0, X) == [None, 1]
+
+
 def test_a_row_that_an_inner_scan_repeats_is_not_the_input():
   def outer(rows):
-    inner = lambda row: jax.lax.scan(lambda c, _: (c, row), 0.0, None, length=3)[1]
+    inner = lambda row: jax.lax.scan(lambda c, _: passed_on(c, row), 0.0, None, length=3)[1]
     return jax.lax.scan(lambda c, row: (c, inner(row)), 0.0, rows)[1]
 
   assert returned(outer, X) == [None]

@@ -132,7 +132,7 @@ SEQUENCES = {
 def test_a_kernel_makes_the_mask_of_a_rule(kind, rule, monkeypatch):
   """Only a mask of another rule is an array."""
   given = []
-  monkeypatch.setitem(kernels.KERNELS, "cpu", lambda *xs, **o: given.append(o) or KINDS[kind](*xs, **o))
+  monkeypatch.setitem(kernels.KERNELS, "cpu", lambda *xs: given.append(xs[3]) or KINDS[kind](*xs))
 
   def loss(arrays, factor):
     seen = SEQUENCES[rule](jnp.arange(KEYS)[:, None] - jnp.arange(KEYS))
@@ -143,7 +143,7 @@ def test_a_kernel_makes_the_mask_of_a_rule(kind, rule, monkeypatch):
   plain, found = (jax.jit(jax.value_and_grad(f))(LONG, factor) for f in (loss, fused))
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-  causal, window, mask = (given[0][name] for name in ("causal", "window", "mask"))
+  causal, window, mask = (getattr(given[0], name) for name in ("causal", "window", "mask"))
   assert (causal, window) == (rule in ("causal", "window"), None if rule in ("causal", "all") else 40)
   assert mask is None
 
@@ -184,7 +184,7 @@ def test_what_cudnn_lacks():
   q, kv = jnp.ones((1, 2, 2, 8, 4)), jnp.ones((1, 2, 8, 4))
   for options, reason in (({"cap": 3.0}, "soft cap"), ({}, "cuDNN:")):
     with pytest.raises(NotFused, match=reason):
-      cudnn_attention(q, kv, kv, scale=1.0, **options)
+      cudnn_attention(q, kv, kv, kernels.Terms(scale=1.0, **options))
 
 
 def exponentials(over, shift=lambda s: s.max(-1, keepdims=True)):

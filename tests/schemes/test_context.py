@@ -278,7 +278,7 @@ def test_options_and_meshes_that_are_none_are_refused():
     nxp.parallel.zigzag(ids[:, :12], 2, segment_ids=ids)
   with pytest.raises(SchemeError, match="dim=0"):
     nxp.parallel.zigzag(ids, 2, dim=0, segment_ids=ids)
-  with pytest.raises(SchemeError, match="block=0 is not a number from 1 up"):
+  with pytest.raises(SchemeError, match=r"block=0(.|\n)*1 to "):
     nxp.parallel.zigzag(ids, 2, segment_ids=ids, block=0)
   with pytest.raises(SchemeError, match=r"shards=2\.5"):
     nxp.parallel.zigzag(ids, 2.5)
@@ -398,35 +398,8 @@ def test_training_equals_one_device(case):
 FUSED = {
   "causal": ({"data": 2, "context": 4}, 4, {"causal": True}, True),
   "window, few heads": ({"data": 2, "context": 4}, 2, {"causal": True, "window": 70}, False),
-  "zigzag": ({"data": 2, "context": 4}, 4, {"causal": True, "zigzag": True}, True),
   "both sides": ({"context": 4}, 4, {"window": 30}, False),
 }
-
-
-def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
-  """An attention by the fused kernel has the values and gradients of the whole sequence."""
-  (q, k, v, w, segments), shards = drawn(2, length, kv_heads), axes["context"]
-  segments = segments if segmented else None
-  attend = nxp.parallel.context_attention(fused=True, **options)
-  plain = {name: options[name] for name in ("causal", "window") if name in options}
-
-  def turned(x, **how):
-    return nxp.parallel.zigzag(x, shards, **how) if options.get("zigzag") and x is not None else x
-
-  def split(q, k, v):
-    q, k, v, ids = (turned(x) for x in (q, k, v, segments))
-    return turned(attend(q, k, v, segment_ids=ids), inverse=True)
-
-  def loss(function):
-    return jax.jit(jax.value_and_grad(lambda *x: (function(*x) * w).sum(), argnums=(0, 1, 2)))
-
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
-  with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
-    assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
-    found = loss(split)(q, k, v)
-  expected = loss(lambda *x: whole(*x, segments, **plain))(q, k, v)
-  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -435,4 +408,20 @@ def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
 def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(kernels.splash_attention, interpret=True))
   axes, kv_heads, options, segmented = FUSED[case]
-  assert_by_kernel(axes, {"how": "ulysses", **options}, 256, kv_heads, segmented=segmented)
+  q, k, v, w, segments = drawn(2, 256, kv_heads)
+  segments = segments if segmented else None
+  attend = nxp.parallel.context_attention(how="ulysses", fused=True, **options)
+
+  def loss(attend):
+    return jax.jit(jax.value_and_grad(lambda *x: (attend(*x) * w).sum(), argnums=(0, 1, 2)))
+
+  def split(q, k, v):
+    return attend(q, k, v, segment_ids=segments)
+
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+  with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
+    assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
+    found = loss(split)(q, k, v)
+  expected = loss(lambda *x: whole(*x, segments, **options))(q, k, v)
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -294,7 +294,7 @@ REFUSED = {
   "a wrong policy": (with_options(remat="dotz"), "remat='dotz' is not a known policy"),
   "a policy without layers": (with_options(remat="full"), "remat='full' finds no layer in the loss"),
   "the same in microbatches": (with_options(remat="full", microbatches=2), "finds no layer in the loss"),
-  "no microbatches": (with_options(microbatches=0), "microbatches=0 is not a positive number"),
+  "no microbatches": (with_options(microbatches=0), "train_step got microbatches=0"),
   "microbatches that do not divide": (with_options(microbatches=3),
     r"batch\['x'\] has 16 examples, which 3 microbatches [\s\S]*a global batch of 24"),
   "less than one example for each shard": (with_options(microbatches=8),
