@@ -123,6 +123,27 @@ def test_the_constraints_are_where_the_read_is():
   assert gathered(chosen, {"w": FT}) == 2 * inside("cond", PRODUCT)
 
 
+def test_examples_are_followed_through_the_rows_of_a_scan():
+  x = np.linspace(-1, 1, 8 * 3 * 16, dtype=np.float32).reshape(8, 3, 16)
+
+  def loss(p, x):
+    rows = jax.lax.scan(lambda c, row: (c, jnp.sin(row @ p["w"])), 0.0, x.swapaxes(0, 1))[1]
+    return rows @ p["v"].T
+
+  assert gathered(loss, {"v": FT, "w": FT}, x) == [
+    *inside("scan", PRODUCT),
+    ("", "float32[3,8,8]", P(FREE, ROWS, FREE)),
+    ("", "float32[8,16]", P("tensor", None)),
+    ("", "float32[3,8,16]", P(FREE, ROWS, FREE)),
+  ]
+
+
+def test_only_arrays_on_a_mesh_are_parameters():
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=False)
+  others = {("key",): None, ("count",): jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+  assert Gather.of({("w",): NamedSharding(mesh, FT), **others}, ROWS, mesh).reads.keys() == {("w",)}
+
+
 def test_a_custom_rule_gets_its_parameter_gathered():
   product = jax.custom_vjp(lambda x, w: x @ w)
   product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))

@@ -62,6 +62,24 @@ def clipped(p, b):
   return limit(losses(p, b)).mean()
 
 
+def sent(p, b):
+  """Features that devices of another axis than the examples' send on, and their sum over it."""
+  mesh, own = nxp.make_mesh(tensor=4, devices=jax.devices()[:4], explicit=False), jax.P(None, None, "tensor")
+
+  def turn(x):
+    away = jax.lax.ppermute(x, "tensor", [(n, (n + 1) % 4) for n in range(4)])
+    return x * away, jax.lax.psum(x, "tensor")
+
+  turned, total = jax.shard_map(turn, mesh=mesh, in_specs=own, out_specs=(own, jax.P()))(features(p, b))
+  return turned.mean() + (total**2).mean()
+
+
+def held(p, b):
+  """A layout for the features, which is not what they are."""
+  where = jax.NamedSharding(nxp.make_mesh(data=2, devices=jax.devices()[:2], explicit=False), jax.P("data"))
+  return (jax.lax.with_sharding_constraint(features(p, b), where) ** 2).mean()
+
+
 FOLLOWS = {
   "mean": (lambda p, b: losses(p, b).mean(), "mean"),
   "sum": (lambda p, b: losses(p, b).sum(), "sum"),
@@ -77,6 +95,9 @@ FOLLOWS = {
   "scan": (scanned, "mean"),
   "vmap": (lambda p, b: jax.vmap(lambda x: features(p, {"x": x[None]})[0].max())(b["x"]).mean(), "mean"),
   "checkpoint": (lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p), "mean"),
+  "sent between devices": (sent, "mean"),
+  "held in a layout": (held, "mean"),
+  "padded": (lambda p, b: (jnp.pad(features(p, b), ((0, 0), (1, 0), (0, 0))) ** 2).mean(), "mean"),
   "rows as one dim": (lambda p, b: (features(p, b).reshape(-1, 4) ** 2).mean(), "mean"),
   "look-up": (lambda p, b: (p["w"][b["y"]] ** 2).mean(), "mean"),
   "top": (lambda p, b: jax.lax.top_k(features(p, b), 2)[0].mean(), "mean"),
