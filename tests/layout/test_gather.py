@@ -70,6 +70,20 @@ def test_a_product_gathers_its_parameter_after_a_cast_and_keeps_its_examples():
   assert gathered(times_w, {"w": FT}, X[:6]) == PRODUCT[1:2]  # not as many as devices
 
 
+def test_a_layer_that_is_sliced_from_a_stack_is_gathered_alone():
+  def loss(p, batch):
+    return batch["x"] @ jax.lax.dynamic_slice_in_dim(p["w"], batch["n"], 1, 0)[0]
+
+  batch, stack = {"x": X, "n": np.int32(1)}, {"w": np.stack([W, 2 * W, W])}
+  found = gathered(loss, {"w": P(None, "fsdp", "tensor")}, batch, values=stack)
+  assert found == PRODUCT
+
+
+def test_a_parameter_beside_another_array_is_gathered_before_they_are_joined():
+  joined = lambda p, x: x @ jnp.concatenate([p["w"], jnp.ones((16, 1))], 1)
+  assert gathered(joined, {"w": FT}) == PRODUCT[1:2]
+
+
 def test_examples_are_followed_to_where_they_are():
   swapped = lambda p, x: p["w"].T @ jnp.sin(x.T)
   found = [

@@ -1,6 +1,7 @@
 """Whether the gradients of a batch are those of its parts, added up: by the trace, and by numbers."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnx_parallel as nxp
+from nnx_parallel.train import linearity
 from nnx_parallel.train.linearity import factors
 from training import placed, run_steps
 
@@ -381,3 +383,20 @@ def test_a_loss_with_the_number_of_examples_follows_only_where_it_does_exactly(o
     assert scales == [1.0, 1.0]
   elif follows:
     assert difference(loss, "mean", scales, rows=rows) < 1e-5
+
+
+def test_numbers_that_are_rounded_may_differ_by_their_rounding():
+  """A third and a ninth are no float32, so their ratio is not exactly 3."""
+  times = lambda factor: lambda p, b: losses(p, b).sum() * np.float32(factor / len(b["x"]))
+  scales, why = read(times(1.0), "mean", parts=3)
+  assert not why
+  assert difference(times(1.0), "mean", scales, parts=3) < 1e-5
+  _, why = read(lambda p, b: losses(p, b).sum() * np.float32(1 / (len(b["x"]) + 1e-4)), "mean", parts=3)
+  assert "depends on the number of examples" in why
+
+
+def test_parameters_that_cannot_be_compared_are_not_the_same():
+  eqn = lambda value: types.SimpleNamespace(params={"sizes": value})
+  assert linearity._same_parameters(eqn((1, 2)), eqn((1, 2)))
+  assert not linearity._same_parameters(eqn((1, 2)), eqn((1, 3)))
+  assert not linearity._same_parameters(eqn(np.arange(2)), eqn(np.arange(2)))
