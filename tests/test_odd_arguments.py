@@ -43,36 +43,13 @@ class Odd:
 
 
 VALUES = {
-  "None": None,
-  "True": True,
-  "zero": 0,
-  "negative": -3,
-  "large": 2**40,
-  "float": 1.5,
-  "nan": float("nan"),
-  "text": "data",
-  "no text": "",
-  "bytes": b"data",
-  "tuple": (),
-  "list": [],
-  "list of texts": ["data"],
-  "list of numbers": [1, -2],
-  "dict": {},
-  "dict of odds": {"data": Odd()},
-  "dict of numbers": {1: 2},
-  "set": {"data"},
-  "numpy int": np.int64(3),
-  "numpy float": np.float32(1.5),
-  "numpy bool": np.bool_(True),
-  "numpy array": np.ones((3, 2)),
-  "texts of numpy": np.array(["a", "b"]),
-  "jax array": jnp.ones(3),
-  "dtype": jnp.dtype("int8"),
-  "a function": len,
-  "a class": Odd,
-  "closed file": closed(),
-  "object": Odd(),
-}
+  "None": None, "True": True, "zero": 0, "negative": -3, "large": 2**40, "float": 1.5, "nan": float("nan"),
+  "text": "data", "no text": "", "bytes": b"data", "tuple": (), "list": [], "list of texts": ["data"],
+  "list of numbers": [1, -2], "dict": {}, "dict of odds": {"data": Odd()}, "dict of numbers": {1: 2},
+  "set": {"data"}, "numpy int": np.int64(3), "numpy float": np.float32(1.5), "numpy bool": np.bool_(True),
+  "numpy array": np.ones((3, 2)), "texts of numpy": np.array(["a", "b"]), "jax array": jnp.ones(3),
+  "dtype": jnp.dtype("int8"), "a function": len, "a class": Odd, "closed file": closed(), "object": Odd(),
+}  # fmt: skip
 once = functools.cache
 PACKAGE = str(Path(nxp.__file__).parent)
 
@@ -101,7 +78,6 @@ PLAN = once(lambda: nxp.plan(linear, MESH(), nxp.fsdp("data", min_size=0), optim
 MADE = once(lambda: nxp.create_sharded_model(PLAN()))
 STEP = once(lambda: nxp.train_step(loss_fn))
 X = np.ones((8, 8), np.float32)
-HEADS = np.ones((2, 8, 4, 8), np.float32)
 TOKENS = np.ones((8, 3), np.int32)
 WEIGHTS = {name: np.ones((4, 8, 8), np.float32) for name in ("up", "down")}
 SIZES = np.full(4, 2, np.int32)
@@ -439,10 +415,9 @@ def applied(tx):
   nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, nnx.state(model, nnx.Param))
 
 
+QUERY = np.ones((2, 8, 4, 8), np.float32)
 USED = {
-  "parallel.context_attention": lambda attend: jax.eval_shape(
-    attend, *[np.ones((2, 8, 4, 8), np.float32)] * 3
-  ),
+  "parallel.context_attention": lambda attend: jax.eval_shape(attend, QUERY, QUERY, QUERY),
   "parallel.map_kernel": lambda run: jax.eval_shape(run, X),
   "parallel.map_shards": lambda run: nnx.eval_shape(run, MADE()[0], X),
   "parallel.per_matrix": applied,
@@ -515,17 +490,12 @@ def inside(function, args, keywords):
   return jax.eval_shape(jax.shard_map(body, in_specs=P(), out_specs=P(), check_vma=False), jnp.ones(8))
 
 
-OF_CALLS = "len()", "Odd()", "object of type", "given.<locals>"
-"""How the errors start of values that were called, and have no frame of their own."""
-
-
 def is_users(error: Exception) -> bool:
-  """Whether a function that this file gives to the package raised it."""
+  """Whether a function that this file gives to the package raised it, or one without a frame of its own."""
   files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name != "body"]
   ours = next((n for n, file in enumerate(files) if file.startswith(PACKAGE)), len(files))
-  return __file__ in files[ours:] or str(error).startswith(
-    ("len()", "Odd()", "object of type", "given.<locals>")
-  )
+  called = ("len()", "Odd()", "object of type", "given.<locals>")
+  return __file__ in files[ours:] or str(error).startswith(called)
 
 
 class Call:

@@ -3,7 +3,6 @@
 When one fails under a new version, its docstring names the file that has to change.
 """
 
-import datetime
 import inspect
 import logging
 import signal
@@ -26,15 +25,12 @@ from flax.linen import get_logical_axis_rules
 from flax.nnx import graphlib
 from jax.experimental import mesh_utils, multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
-from jax.extend import source_info_util
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint import array_io
-from nnx_parallel.checkpoint.catalog import Saved
-from nnx_parallel.core import jaxprs
 from nnx_parallel.core.jaxprs import is_batched
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.compiler import run_compiler
@@ -53,6 +49,84 @@ def inner_program(eqn):
 
 
 X = np.ones((4, 4), np.float32)
+
+
+def layer():
+  return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+def table_is_new(module):
+  before = vars(module)["_pytree__nodes"]
+  module.extra = nnx.Param(jnp.ones(1))
+  return vars(module)["_pytree__nodes"] is not before
+
+
+def has_arguments(*functions, name):
+  return all(name in inspect.signature(function).parameters for function in functions)
+
+
+def reads_rules_of_flax():
+  with nnx.logical_axis_rules((("embed", "fsdp"),)):
+    return get_logical_axis_rules() == (("embed", "fsdp"),)
+
+
+def names_barriers():  # the public `sync_global_devices` has no timeout, and names nobody
+  from jax._src import distributed
+  from jax._src.lib import _jax
+
+  wait = _jax.DistributedRuntimeClient.wait_at_barrier
+  return distributed.global_state.client is None and "barrier_id: str, timeout_in_ms: int" in wait.__doc__
+
+
+ASSUMED = {
+  "checkpoint/array_io.py: Orbax logs through absl": lambda: (
+    absl.logging.get_absl_logger() is logging.getLogger("absl")
+  ),
+  "checkpoint/checkpointer.py: a background save ends before threads are joined at exit": lambda: callable(
+    threading._register_atexit
+  ),
+  "core/mesh.py: devices are arranged by their links": lambda: has_arguments(
+    mesh_utils.create_device_mesh, mesh_utils.create_hybrid_device_mesh, name="allow_split_physical_axes"
+  ),
+  "core/nodes.py: items of an nnx.List are attributes named by their numbers": lambda: (
+    [x for x in vars(nnx.List([nnx.Param(jnp.ones(1))])) if x[:9] != "_pytree__"] == ["_length", "0"]
+  ),
+  "core/padding.py: the last read of a Variable is not kept alive": lambda: (
+    weakref.ref(array := jnp.ones(2))() is array
+  ),
+  "create/cache.py: jax decides once whether there is a cache": lambda: callable(
+    compilation_cache.reset_cache
+  ),
+  "hosts/agree.py: barriers have names and timeouts": names_barriers,
+  "hosts/stop.py: jax tells a job when it is asked to end": lambda: (
+    jax.config.jax_enable_preemption_service and callable(multihost_utils.reached_preemption_sync_point)
+  ),
+  "layers/stacks.py: a checkpoint has a policy": lambda: (
+    getattr(jax.config, "jax_remat3", False)
+    or "policy" in equations(jax.checkpoint(jnp.sin), X)["remat2"].params
+  ),
+  "layout/constrain.py: the rules of a context of flax can be read": reads_rules_of_flax,
+  "layout/tracing.py: an optimizer keeps its state in opt_state": lambda: (
+    {"opt_state", "step"} <= set(vars(nnx.Optimizer(layer(), optax.adam(1e-3), wrt=nnx.Param)))
+  ),
+  "report/memory.py: the leaves of a pullback are what the backward pass keeps": lambda: (
+    [x.shape for x in jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X))]
+    == [(4, 4)]
+  ),
+  "train/donation.py: a Variable keeps its value in a slot": lambda: (
+    (variable := nnx.Param(jnp.ones(3)))._raw_value is variable.get_value()
+  ),
+  "train/update.py: states that hold more than moments": lambda: (
+    hasattr(optax.contrib, "SAMState") and hasattr(optax, "LookaheadState")
+  ),
+  "train/watch.py: a new attribute replaces the table of a module": lambda: table_is_new(layer()),
+}
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("what", ASSUMED)
+def test_what_has_no_stable_name_is_there(what):
+  assert ASSUMED[what]()
 
 
 def test_the_context_of_an_equation_has_the_known_fields():
@@ -105,12 +179,6 @@ def test_loops_and_conditionals_hold_their_programs_under_known_names():
   assert len(branch.params["branches"]) == 2
 
 
-@pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="the operation is another one")
-def test_a_checkpoint_has_a_policy():
-  """`layers/stacks.py` replaces it."""
-  assert "policy" in equations(jax.checkpoint(jnp.sin), X)["remat2"].params
-
-
 def test_a_value_says_whether_vmap_hides_a_dim():
   """`core/jaxprs.py`, for `layers/mark.py`: a slice by `jax.vmap` is no layer, a slice by a scan is one."""
   seen = []
@@ -118,18 +186,6 @@ def test_a_value_says_whether_vmap_hides_a_dim():
   jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, row: (c, seen.append(is_batched(row))), 0, x))(X)
   jax.grad(lambda x: seen.append(is_batched(x)) or x)(1.0)
   assert seen == [True, False, False]
-
-
-def test_a_convolution_says_how_it_is_grouped():
-  """`train/mend.py` sums kernel gradients by these names; `layout/checks.py` warns."""
-  kernel = np.ones((3, 1, 4), np.float32)
-  conv = jax.make_jaxpr(
-    lambda x: jax.lax.conv_general_dilated(
-      x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
-    )
-  )(np.ones((2, 8, 4), np.float32)).eqns[-1]
-  assert (conv.primitive.name, conv.params["feature_group_count"]) == ("conv_general_dilated", 4)
-  assert "batch_group_count" in conv.params
 
 
 @pytest.mark.skipif(
@@ -143,13 +199,6 @@ def test_custom_derivatives_are_the_known_parameters():
   assert "jvp_jaxpr_fun" in equations(plus_one(jax.custom_jvp), X)["custom_jvp_call"].params
 
 
-def test_jaxprs_are_rebuilt_by_replace():
-  """`layers/layers.py`, `core/jaxprs.py`."""
-  closed = jax.make_jaxpr(jnp.sin)(X)
-  assert closed.jaxpr.replace(eqns=closed.jaxpr.eqns).eqns == closed.jaxpr.eqns
-  assert isinstance(closed.jaxpr, jex.Jaxpr)
-
-
 def test_jaxprs_are_run_and_hold_literals_and_arrays_of_one_kind():
   """`core/interpret.py` runs a trace operation by operation."""
   closed = jax.make_jaxpr(lambda x: x + 1)(X)
@@ -159,20 +208,6 @@ def test_jaxprs_are_run_and_hold_literals_and_arrays_of_one_kind():
   assert all(isinstance(v.aval, jax.core.ShapedArray) for v in (*closed.jaxpr.invars, *eqn.outvars))
   again = jex.ClosedJaxpr(closed.jaxpr, closed.consts)
   np.testing.assert_array_equal(jex.jaxpr_as_fun(again)(X)[0], X + 1)
-
-
-def test_an_operation_can_be_run_as_if_from_its_own_line():
-  """`core/interpret.py`: a report names the user's line and names, not those of this package."""
-  (eqn,) = jax.make_jaxpr(jax.named_scope("scope")(jnp.sin))(X).eqns
-
-  def again(x):
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names):
-      return eqn.primitive.bind(x, **eqn.params)
-
-  (made,) = jax.make_jaxpr(again)(X).eqns
-  assert str(made.source_info.name_stack) == "scope"
-  assert made.source_info.traceback is eqn.source_info.traceback
 
 
 @pytest.mark.parametrize(
@@ -193,7 +228,7 @@ def test_an_operation_can_be_run_as_if_from_its_own_line():
   ],
 )  # fmt: skip
 def test_operations_name_their_dims_under_known_parameters(name, known, function):
-  """`core/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
+  """`attention/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
   assert known <= set(equations(function, X)[name].params)
 
 
@@ -212,21 +247,6 @@ def test_numpy_memory_that_is_not_aligned_is_copied():
     made = jax.device_put(block, jax.devices()[1])
     assert block.ctypes.data % 64 == 32
     assert made.unsafe_buffer_pointer() != block.ctypes.data
-
-
-def test_residuals_of_a_pullback_are_its_leaves():
-  """`report/memory.py` reads there what the backward pass keeps."""
-  kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)
-  assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(4, 4)]
-
-
-def test_a_lowered_program_knows_its_inputs_and_their_mesh():
-  """`report/compile_report.py` finds the mesh and the device kind of a program there."""
-  mesh = nxp.make_mesh(x=8)
-  lowered = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P())))
-  (aval,) = jax.tree.leaves(lowered.in_avals)
-  assert aval.shape == (8,)
-  assert hasattr(AbstractMesh((8,), ("x",)), "abstract_device")
 
 
 TABLE = np.random.default_rng(0).uniform(size=(1, 1000)).astype(np.float32)
@@ -257,10 +277,8 @@ def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
 def test_a_compiler_tells_its_memory(dumped):
   """`compiler.py` and `peak.py` of `report/program`: `memory_analysis`, and a list of what is alive when."""
   _, done = dumped
-  assert [round(size, -3) for size in (done.memory.arguments, done.memory.aliased)] == [
-    8000,
-    4000,
-  ]  # padded on TPU
+  sizes = [round(size, -3) for size in (done.memory.arguments, done.memory.aliased)]
+  assert sizes == [8000, 4000]  # padded on TPU
   assert "live ranges" in done.live.lower()
 
 
@@ -279,44 +297,6 @@ def test_what_a_compiler_refuses_is_a_runtime_error_of_jax():
     lowered.compile(compiler_options={"xla_no_such_option": 1})
 
 
-def test_devices_are_arranged_by_their_links():
-  """`core/mesh.py`: jax has no stable name for them."""
-  for arrange in (mesh_utils.create_device_mesh, mesh_utils.create_hybrid_device_mesh):
-    assert "allow_split_physical_axes" in inspect.signature(arrange).parameters
-
-
-def test_a_function_is_traced_once_for_each_type():
-  """`train/program.py` counts its traces, and notices by them that a step compiled."""
-  traced = []
-
-  @jax.jit
-  def function(x):
-    traced.append(x.dtype)
-    return x + 1
-
-  for value in (np.float32(1), np.float32(2), np.int32(1)):
-    function(value)
-  assert traced == ["float32", "int32"]
-
-
-def test_shards_tell_where_they_are():
-  """`train/donation.py` and `create/slices.py` find arrays that share memory."""
-  array = jnp.ones(8)
-  shard = array.addressable_shards[0].data
-  assert shard.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
-
-
-def test_the_compilation_cache_can_be_reset():
-  """`create/cache.py` and `report/program/compiler.py`: jax decides once whether there is a cache."""
-  assert callable(compilation_cache.reset_cache)
-
-
-def test_a_variable_keeps_its_value_in_a_slot():
-  """`train/donation.py` writes it, in one call that no signal interrupts."""
-  variable = nnx.Param(jnp.ones(3))
-  assert variable._raw_value is variable.get_value()
-
-
 def test_only_the_list_and_the_variable_hold_an_array():
   """`train/donation.py` (`_ALONE`): an array with one more reference is somebody's, and is not donated."""
   variables = [nnx.Param(jnp.ones(3))]
@@ -325,15 +305,6 @@ def test_only_the_list_and_the_variable_hold_an_array():
   (shared,) = [sys.getrefcount(array) for v in variables for array in [v.get_raw_value()]]
   assert shared == mine + 1
   assert held is not None
-
-
-def test_metadata_of_a_variable_can_be_asked_for():
-  """`core/padding.py` and `core/nodes.py`: annotations are metadata under these names."""
-  with nnx.use_eager_sharding(False):
-    variable = nnx.Param(jnp.ones((2, 2)), out_sharding=("a", None), sharding_rules=(("a", "x"),))
-  assert variable.get_metadata("out_sharding") == ("a", None)
-  assert variable.get_metadata("sharding_rules") == (("a", "x"),)
-  assert set(variable.get_metadata()) <= set(variable._var_metadata)
 
 
 def test_flax_resolves_names_by_the_rules_of_their_variable():
@@ -361,69 +332,10 @@ def test_flax_does_not_name_the_dim_of_a_stack_unless_it_is_told_to():
   assert stack.kernel.out_sharding == ("embed", "mlp")
 
 
-def test_attributes_of_a_module_are_its_vars():
-  """`core/nodes.py` (`iter_nodes`): items of an `nnx.List` are attributes named by their numbers."""
-  found = vars(nnx.List([nnx.Param(jnp.ones(1))]))
-  assert [name for name in found if not name.startswith("_pytree__")] == ["_length", "0"]
-
-
-def test_the_class_of_a_module_can_be_replaced():
-  layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  kind = type("Marked", (nnx.Linear,), {"__call__": lambda self, x: -nnx.Linear.__call__(self, x)})
-  object.__setattr__(layer, "__class__", kind)
-  assert float(layer(jnp.ones((1, 2))).sum()) == -float(nnx.Linear.__call__(layer, jnp.ones((1, 2))).sum())
-
-
-def test_an_attention_of_flax_gives_its_function_query_key_value_and_a_mask_and_keeps_a_cache():
-  seen = []
-
-  def attend(query, key, value, mask=None, **options):
-    seen.append((query.shape, key.shape, value.shape, mask.shape))
-    return query
-
-  layer = nnx.MultiHeadAttention(2, 8, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
-  layer(jnp.ones((3, 5, 8)), mask=jnp.ones((3, 1, 5, 5)))
-  assert seen == [((3, 5, 2, 4),) * 3 + ((3, 1, 5, 5),)]
-  assert (layer.decode, layer.attention_fn) == (False, attend)
-  layer.init_cache((3, 7, 8))
-  assert layer.cached_key.shape == layer.cached_value.shape == (3, 7, 2, 4)
-  assert layer.cache_index[...].shape == ()
-
-
-def test_an_attribute_that_comes_or_goes_replaces_the_table_of_a_module():
-  """`train/watch.py` compares attributes by identity; this one changes with each module or array set."""
-  module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  before = vars(module)["_pytree__nodes"]
-  module.extra = nnx.Param(jnp.ones(1))
-  assert vars(module)["_pytree__nodes"] is not before
-
-
-def test_a_deleted_array_says_so():
-  """`train/program.py` tells by these words that an argument was donated elsewhere."""
-  array = jnp.ones(3)
-  array.delete()
-  with pytest.raises(RuntimeError, match="Array has been deleted"):
-    np.asarray(array)
-  with pytest.raises((RuntimeError, ValueError), match=r"has been deleted or donated|Array has been deleted"):
-    jax.jit(jnp.sin)(array)
-
-
 def test_a_struct_in_a_tuple_is_an_array_of_the_module_only_where_it_is_marked_as_data():
   struct = jax.ShapeDtypeStruct((2,), jnp.float32)
   module = nnx.Dict(plain=nnx.data((struct,)), marked=nnx.data((graphlib.DataElem(struct),)))
   assert dict(nnx.to_flat_state(nnx.state(module))) == {("marked", 0): struct}
-
-
-def test_an_optimizer_keeps_its_state_in_opt_state():
-  """`layout/tracing.py` and `create/instantiate.py` replace it."""
-  optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(1e-3), wrt=nnx.Param)
-  assert {"opt_state", "step"} <= set(vars(optimizer))
-
-
-def test_states_of_optimizers_that_hold_more_than_moments():
-  """`train/update.py` knows these by type."""
-  assert hasattr(optax.contrib, "SAMState")
-  assert hasattr(optax, "LookaheadState")
 
 
 def test_errors_of_explicit_axes_have_a_known_name():
@@ -472,11 +384,6 @@ def test_types_of_partial_sums_do_not_replace_the_analysis_of_a_loss():
     jax.jit(lambda x: 0.5 * x)(summed)
 
 
-def test_what_runs_at_exit_can_run_before_threads_are_joined():
-  """`checkpoint/checkpointer.py`: a background save is finished while its threads can still start others."""
-  assert callable(threading._register_atexit)
-
-
 def test_orbax_takes_its_codecs_from_one_function(tmp_path):
   """`checkpoint/array_io.py` (`_let_orbax_write_checksums`) wraps it: Orbax has no option for codecs."""
   from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -505,21 +412,6 @@ def test_optax_skips_only_updates_of_the_dtype_of_their_gradients():
   tx = optax.apply_if_finite(optax.adam(1e-3, mu_dtype=jnp.float32), 5)
   with pytest.raises(TypeError, match="cond branches must have equal output types"):
     tx.update(params, tx.init(params), params)
-
-
-def test_orbax_has_policies_for_what_to_keep():
-  """`checkpoint/catalog.py` gives them steps, times and metrics, the oldest first."""
-  policies = ocp.training.preservation_policies
-  steps = [Saved(step, datetime.datetime.now(datetime.UTC), {"loss": 1.0}) for step in (1, 2, 3)]
-  kept = policies.LatestN(2).should_preserve(steps, context=policies.PreservationContext())
-  assert [*kept] == [False, True, True]
-  assert isinstance(policies.LatestN(2), policies.PreservationPolicy)
-  assert not isinstance(2, policies.PreservationPolicy)
-
-
-def test_orbax_logs_through_absl():
-  """`checkpoint/array_io.py` (`quiet`) filters this logger."""
-  assert absl.logging.get_absl_logger() is logging.getLogger("absl")
 
 
 def test_a_mesh_is_set_outside_of_traces_only_and_used_abstractly_inside():
@@ -573,12 +465,6 @@ def test_optax_keeps_the_metadata_of_the_variables_whose_state_it_makes(tx):
   assert all(leaf.get_metadata("origin") == path[-1] for path, leaf in flat)
 
 
-def test_the_rules_of_a_flax_context_can_be_read():
-  """`layout/constrain.py` leaves them be; flax.nnx exports only the context."""
-  with nnx.logical_axis_rules((("embed", "fsdp"),)):
-    assert get_logical_axis_rules() == (("embed", "fsdp"),)
-
-
 def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
   """`train/binding.py` and `core/padding.py` notice by it that a step or a read is inside a program."""
   state = jex.get_opaque_trace_state
@@ -589,76 +475,13 @@ def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
   assert state() == state()
 
 
-def test_arrays_and_tracers_can_be_weakly_referenced():
-  """`core/padding.py` keeps the last read of a padded Variable without keeping it alive."""
-  array = jnp.ones(2)
-  assert weakref.ref(array)() is array
-  seen = []
-  jax.jit(lambda x: seen.append(weakref.ref(x)() is x) or x)(1.0)
-  assert seen == [True]
-
-
 def test_a_manual_program_names_its_axes_and_specs():
-  """`core/flow.py` reads the layout of its results there."""
+  """`attention/flow.py` reads the layout of its results there."""
   mesh = nxp.make_mesh(x=8)
   mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
   params = equations(mapped, np.ones(8, np.float32))["shard_map"].params
   assert {"newly_manual_axes", "mesh", "in_specs", "out_specs", "jaxpr"} <= set(params)
   assert set(params["newly_manual_axes"]) == {"x"}
-
-
-def test_jax_tells_a_job_when_it_is_asked_to_end():
-  """`hosts/stop.py`: the listener is on by default, and all processes agree on a step."""
-  assert jax.config.jax_enable_preemption_service
-  assert callable(multihost_utils.reached_preemption_sync_point)
-
-
-def test_rates_of_an_optimizer_are_found_by_name():
-  """`train/losses.py` finds what `optax.inject_hyperparams` keeps, also in Variables."""
-  tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-  optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-  ((_, rate),) = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate")
-  assert float(rate[...]) == 0.5
-
-
-@pytest.mark.skipif(getattr(jax.config, "jax_custom_vjp3", False), reason="the operation is another one")
-def test_the_text_of_a_trace_hides_rules_and_constants():
-  """`core.jaxprs.identity` compares them by value; `gradient_of` reads `num_consts`."""
-
-  def ruled(factor):
-    f = jax.custom_vjp(jnp.sin)
-    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * factor,))
-    return jax.make_jaxpr(f)(jnp.ones(3))
-
-  one, two = ruled(1.0), ruled(2.0)
-  assert str(one) == str(two)
-  assert one.eqns[0].primitive.name.startswith("custom_vjp_call")
-  assert one.eqns[0].params["num_consts"] == 0
-  assert one.eqns[0].outvars[0].aval.memory_space is jax.memory.Space.Device
-
-
-def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
-  """`attention/find.py` finds attention by these, whoever writes it; calls are opened before."""
-
-  def attend(q):
-    return jax.nn.dot_product_attention(q, q, q), nnx.dot_product_attention(q, q, q), jax.nn.softmax(q)
-
-  program = jax.make_jaxpr(attend)(jnp.ones((1, 3, 2, 4)))
-  names = [eqn.primitive.name for eqn in jaxprs.equations(program)]
-  for name in ("reduce_max", "exp"):
-    assert names.count(name) == 3
-  assert names.count("dot_general") == 4
-
-
-def test_the_parts_of_an_entropy_are_functions_with_names():
-  """`layers/head.py` opens them: their rules are the gradients of their operations."""
-  program = jax.make_jaxpr(jax.scipy.special.entr)(jnp.ones(3))
-  names = [
-    jaxprs.program_of(eqn).jaxpr.debug_info.func_name
-    for eqn in jaxprs.equations(program)
-    if eqn.primitive.name.startswith("custom_jvp_call")
-  ]
-  assert names == ["_xlogx", "xlogy"]
 
 
 def test_a_grouped_product_is_mapped_only_over_all_operands():
@@ -688,13 +511,6 @@ def test_a_jit_within_a_trace_is_one_operation():
   (eqn,) = program.eqns
   assert eqn.invars == program.invars
   assert eqn.outvars == program.outvars
-
-
-def test_arrays_of_one_rank_may_have_dims_of_length_1_in_elementwise_operations():
-  """`core/tiles.py` leaves such dims whole."""
-  program = jax.make_jaxpr(lambda x: x - x.max(1, keepdims=True))(jnp.ones((2, 3))).jaxpr
-  shapes = {v.aval.shape for eqn in program.eqns if eqn.primitive.name == "sub" for v in eqn.invars}
-  assert shapes == {(2, 3), (2, 1)}
 
 
 def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
@@ -727,20 +543,10 @@ print(jax.jit(both)(x, jax.device_put(jnp.ones((16, 8)), at(("tensor", "fsdp")))
 
 @pytest.mark.slow
 def test_a_parameter_that_only_one_of_two_products_gathers_ends_the_process():
-  """Why `layout/gather.py` gathers a parameter at each read, not only in products with the batch."""
+  """Why `layers/gather.py` gathers a parameter at each read, not only in products with the batch."""
   found = subprocess.run([sys.executable, "-c", ONE_GATHERS], capture_output=True, text=True, check=False)
   assert found.returncode == (0 if OLD else -signal.SIGABRT), found.stderr
   assert OLD or "HloShardingV3" in found.stderr
-
-
-def test_the_client_of_the_distributed_runtime_waits_at_named_barriers():
-  """`hosts/agree.py` calls it: the public `sync_global_devices` has no timeout, and names nobody."""
-  from jax._src import distributed
-  from jax._src.lib import _jax
-
-  assert distributed.global_state.client is None  # until jax.distributed.initialize
-  wait = _jax.DistributedRuntimeClient.wait_at_barrier
-  assert "barrier_id: str, timeout_in_ms: int" in wait.__doc__
 
 
 def test_no_cluster_is_a_value_error_and_late_bring_up_a_runtime_error(monkeypatch):

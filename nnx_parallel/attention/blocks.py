@@ -23,23 +23,12 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.flow import meeting
 from nnx_parallel.attention.kernels import Kernel
 from nnx_parallel.attention.masks import HIDDEN, PLACES, Hidden, Spans, fills_of
 from nnx_parallel.attention.softmaxes import NotByBlocks, Softmax, named_dims, wholes
 from nnx_parallel.attention.tiles import Share, TileAttention
-from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import (
-  among,
-  bind,
-  call_equation,
-  dependents,
-  is_inexact,
-  is_random,
-  makers,
-  origin,
-  struct,
-)
-from nnx_parallel.core.tiles import (
+from nnx_parallel.attention.tiling import (
   BlockNumbers,
   DimName,
   Grid,
@@ -50,6 +39,16 @@ from nnx_parallel.core.tiles import (
   describe,
   fill,
   order,
+)
+from nnx_parallel.core.jaxprs import (
+  among,
+  bind,
+  call_equation,
+  dependents,
+  is_inexact,
+  makers,
+  origin,
+  struct,
 )
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
@@ -84,7 +83,7 @@ class Way:
 
   @property
   def is_over_axis(self) -> bool:
-    """Whether it is an error if devices cannot share it."""
+    """Whether devices were asked to share it: an error if they cannot."""
     return self.asked in OVER_AXIS
 
   def __str__(self) -> str:
@@ -218,7 +217,7 @@ def _check_leaves(body: Jaxpr, match: Softmax, tiles: Tiles, names: set[int]) ->
     made = tiles.maker_of(var)
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
-    if is_random(made):
+    if any(part in made.primitive.name for part in ("random", "rng_", "threefry")):
       raise NotByBlocks(f"{match}: dropout is between it and its product ({describe(made)})")
     if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
       raise NotByBlocks(f"{match}: {describe(made)} cannot be evaluated by blocks")
@@ -260,11 +259,20 @@ class _Program:
     return tuple((name, kept.index(name), 1) for name in self.share.names if name in kept)
 
   @functools.cached_property
-  def _order(self) -> list[DimName]:
-    return _order(self.match, {name: None for name, _, _ in self.match.labels[1]})
+  def _dims(self) -> list[DimName]:
+    """The dims of a sum over the keys, or their factors; `NotAttention` if the result has not all of them."""
+    match, kept = self.match, {name for name, _, _ in self.match.labels[1]}
+    names, labels = named_dims(match.exp.outvars[0].aval.shape)
+    found: list[DimName] = []
+    for d in (d for d in names if isinstance(d, int) and d not in match.summed):
+      own = [d] if d in kept else [name for name, dim, _ in labels if dim == d and name != d]
+      if not own or not kept.issuperset(own):
+        raise NotAttention(f"{match}: {describe(match.product)} sums over its dim {d}")
+      found += own
+    return found
 
   def attention(self, seen: np.ndarray | None, *, fills: bool = False) -> TileAttention:
-    """The dims of a sum over the keys, or their factors, as far as the result of the product has them."""
+    """The loops over the tiles that are seen; with `fills`, weights of rows that see nothing may be zeros."""
     return TileAttention(
       share=self.share,
       inputs=[labels for _, labels in self.nodes],
@@ -320,9 +328,9 @@ class _Program:
     placed = {name: dim for name, dim, _ in self.match.labels[1]}
     factors = {name: factor for name, _, factor in self.match.labels[1]}
     cuts = {name: dim for name, dim, _ in self.row}
-    sizes = [x.shape[cuts[name]] if name in cuts else self.tiles.grid.lengths[name] for name in self._order]
-    arranged = sorted(self._order, key=lambda name: (placed[name], factors[name]))
-    x = x.reshape(sizes).transpose([self._order.index(name) for name in arranged])
+    sizes = [x.shape[cuts[name]] if name in cuts else self.tiles.grid.lengths[name] for name in self._dims]
+    arranged = sorted(self._dims, key=lambda name: (placed[name], factors[name]))
+    x = x.reshape(sizes).transpose([self._dims.index(name) for name in arranged])
     dims = {*placed.values()}
     return jnp.broadcast_to(x.reshape([n if d in dims else 1 for d, n in enumerate(shape)]), shape)
 
@@ -342,7 +350,7 @@ class _Program:
     rows, columns = ((grid.starts(name), grid.blocks[name]) for name in (self.share.row, self.share.column))
     spans = self._spans((rows[0][:, None], rows[1]), columns)
     bounds = Hidden(self.body, grid.lengths, spans[0], spans[1])
-    most = np.maximum(bounds.most(*self.ends[0]), bounds.most(*self._shifted))
+    most = np.maximum(bounds.bounds(*self.ends[0])[1], bounds.bounds(*self._shifted)[1])
     hidden = most <= HIDDEN
     fill = float(most[hidden].max(initial=-math.inf))
     if not math.isfinite(fill) or self._sees_some:
@@ -408,8 +416,8 @@ class _Program:
 
   def equation(self) -> JaxprEqn:
     """The operation that computes the attention."""
-    order, (hidden, fill) = self._order, self.hidden
-    assert order
+    _ = self._dims  # raises, if it is none
+    hidden, fill = self.hidden
     fills = math.isfinite(fill)
     attention, every = (self.attention(seen, fills=fills) for seen in (~hidden, None))
     product, values = self.match.product, self.match.product.invars[1 - self.match.side]
@@ -431,27 +439,10 @@ class _Program:
 def _of_values(match: Softmax, share: Share) -> Labels:
   """The labels of the values: keys, and heads if they are split."""
   met: Any = meeting(match.product)
-  own = {"shared": met.shared, "summed": met.summed}
-  found = [
-    (name, sides[1 - match.side][sides[match.side].index(dim)], factor)
-    for name, dim, factor in _only(match.labels[0], *{*share.names} - {share.row})
-    for sides in own.values()
-    if dim in sides[match.side]
-  ]
-  return order(found)
-
-
-def _order(match: Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
-  """The dims of a sum over the keys, or their factors; `NotAttention` if the result has not all of them."""
-  scores = match.exp.outvars[0].aval
-  names, labels = named_dims(scores.shape)
-  found: list[DimName] = []
-  for d in (d for d in names if isinstance(d, int) and d not in match.summed):
-    own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]
-    if not own or any(name not in placed for name in own):
-      raise NotAttention(f"{match}: {describe(match.product)} sums over its dim {d}")
-    found += own
-  return found
+  pairs = [pair for sides in (met.shared, met.summed) for pair in zip(*sides, strict=True)]
+  other = {pair[match.side]: pair[1 - match.side] for pair in pairs}
+  own = _only(match.labels[0], *{*share.names} - {share.row})
+  return order((name, other[dim], factor) for name, dim, factor in own if dim in other)
 
 
 def _only(labels: Labels, *names: int) -> Labels:

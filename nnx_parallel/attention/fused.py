@@ -14,20 +14,20 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
-from nnx_parallel.attention.kernels import Kernel
-from nnx_parallel.attention.masks import ALL, HIDDEN, PLACES, Seen, seen_by
+from nnx_parallel.attention.flow import Meeting, meeting
+from nnx_parallel.attention.kernels import Kernel, Terms
+from nnx_parallel.attention.masks import ALL, HIDDEN, PLACES, seen_by
 from nnx_parallel.attention.softmaxes import NotFused, Softmax, is_cast, uncast
-from nnx_parallel.core.flow import Meeting, meeting
+from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, order, pull
 from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, describe, order, pull
 from nnx_parallel.core.types import AnyArray, Jaxpr, JaxprEqn, Var
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
@@ -87,14 +87,6 @@ class _Form:
     return [*self.names[: min(1, self.shared)], *self.names[-2:]]
 
 
-class _Given(NamedTuple):
-  """What a kernel gets beside queries, keys and values."""
-
-  segments: jax.Array | None = None
-  mask: jax.Array | None = None
-  bias: jax.Array | None = None
-
-
 def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel, *, zeros: bool = False) -> JaxprEqn:
   """The operation of an attention by a kernel, or `NotFused`; with `zeros`, a row of `-inf` is 0, not NaN."""
   made = makers(body)
@@ -122,7 +114,8 @@ def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel, *, zeros: bool = Fals
       ids = _arrange(rest.pop(0), segments[1], form.whole[:-1]).reshape(-1, query.shape[-2])
       ids = jnp.broadcast_to(ids, (query.shape[0] if form.shared else 1, query.shape[-2]))
     mask, some = (None, None) if masks is None else masks(rest)
-    found = _place(form, kernel, seen or ALL, query, key, value, _Given(ids, mask, bias))
+    terms = Terms(scores.scale, *(seen or ALL), ids, mask, bias, scores.cap)
+    found = _place(form, kernel, terms, query, key, value)
     if some is not None:  # a row that keeps nothing
       nothing = jnp.full_like(value[..., :1, :], 0 if zeros else jnp.nan)
       none = value.mean(-2, keepdims=True) if math.isfinite(scores.fill) else nothing
@@ -319,10 +312,17 @@ def _conditions(form: _Form, lengths: Mapping[int, int], made: Makers) -> list[C
   """Booleans that all must hold where a score is kept: masks are taken apart at their `and`."""
 
   def apart(var: Var, labels: Labels, kept: bool) -> list[Condition]:
+    number = origin(var, made, PLACES)
+    if isinstance(number, core.Literal) and bool(number.val) == kept:  # `jnp.ones(shape, bool) & mask`
+      return []
     eqn = maker(var, made)
     name = None if eqn is None else eqn.primitive.name
     joins = name in (*PLACES, "not", "and" if kept else "or")
-    if eqn is None or not joins or any(not _is_bool(x) for x in eqn.invars):
+    if (
+      eqn is None
+      or not joins
+      or any(isinstance(x, core.Literal) or x.aval.dtype != jnp.bool_ for x in eqn.invars)
+    ):
       return [(var, labels, kept)]
     try:
       wanted = pull(eqn, labels, lengths)
@@ -334,10 +334,6 @@ def _conditions(form: _Form, lengths: Mapping[int, int], made: Makers) -> list[C
     return [part for x, own in pairs for part in apart(x, own, kept != (name == "not"))]
 
   return [part for mask in form.scores.masks for part in apart(*mask)]
-
-
-def _is_bool(x: Var) -> bool:
-  return not isinstance(x, core.Literal) and x.aval.dtype == jnp.bool_
 
 
 def _segments(
@@ -353,7 +349,11 @@ def _segments(
     if eqn is None or eqn.primitive.name != ("eq" if kept else "ne") or is_inexact(eqn.invars[0].aval):
       continue
     pairs = zip(eqn.invars, pull(eqn, labels, lengths), strict=True)
-    ends = [_before_places(x, own, lengths, made, _of_type(x)) for x, own in pairs]
+    # Another type might not tell all numbers apart.
+    ends = [
+      _before_places(x, own, lengths, made, lambda y, dtype=x.aval.dtype: y.dtype == dtype)
+      for x, own in pairs
+    ]
     (one, own), (other, theirs) = sorted(ends, key=lambda end: any(name == column for name, _, _ in end[1]))
     turned = {(row if name == column else name, *place) for name, *place in theirs}
     if (
@@ -364,10 +364,6 @@ def _segments(
     ):
       return (one, own), conditions[:n] + conditions[n + 1 :]
   return None, conditions
-
-
-def _of_type(wanted: Var) -> Callable[[AnyArray], bool]:
-  return lambda x: x.dtype == wanted.aval.dtype  # another type might not tell all numbers apart
 
 
 def _before_places(
@@ -442,54 +438,37 @@ def _bias(form: _Form, bias: jax.Array, query: jax.Array, key: jax.Array) -> jax
 
 
 def _place(
-  form: _Form,
-  kernel: Kernel,
-  seen: Seen,
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  given: _Given,
+  form: _Form, kernel: Kernel, terms: Terms, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
   """The kernel on each device's examples and heads."""
+  given = {name: x for name, x in terms._asdict().items() if isinstance(x, jax.Array)}
 
-  def local(query: jax.Array, key: jax.Array, value: jax.Array, given: _Given) -> jax.Array:
+  def local(query: jax.Array, key: jax.Array, value: jax.Array, *arrays: jax.Array) -> jax.Array:
     first, n = min(form.shared, 1), form.shared  # the first of the shared dims is the examples'
-    batch, heads, group = (math.prod(query.shape[a:b]) for a, b in ((0, first), (first, n), (n, -2)))
-    bias = given.bias
-    if bias is not None:
-      sizes = (math.prod(bias.shape[a:b]) for a, b in ((0, first), (first, n), (n, -2)))
-      bias = bias.reshape(*sizes, *bias.shape[-2:])
-    found = kernel(
-      query.reshape(batch, heads, group, *query.shape[-2:]),
-      *(x.reshape(batch, heads, *x.shape[-2:]) for x in (key, value)),
-      scale=form.scores.scale,
-      causal=seen.causal,
-      window=seen.window,
-      segments=given.segments,
-      mask=given.mask,
-      bias=bias,
-      cap=form.scores.cap,
-    )
+
+    def sizes(shape: Sequence[int]) -> list[int]:
+      """Those of examples, heads and group."""
+      return [math.prod(shape[a:b]) for a, b in ((0, first), (first, n), (n, -2))]
+
+    own = terms._replace(**dict(zip(given, arrays, strict=True)))
+    if own.bias is not None:
+      own = own._replace(bias=own.bias.reshape(*sizes(own.bias.shape), *own.bias.shape[-2:]))
+    batch, heads, group = sizes(query.shape)
+    key, value = (x.reshape(batch, heads, *x.shape[-2:]) for x in (key, value))
+    found = kernel(query.reshape(batch, heads, group, *query.shape[-2:]), key, value, own)
     return found.reshape(*query.shape[:-1], value.shape[-1])
 
   mesh = jax.sharding.get_abstract_mesh()
   free = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
   if math.prod(free.values()) == 1 and AxisType.Explicit not in mesh.axis_types:
-    return local(query, key, value, given)
+    return local(query, key, value, *given.values())
   split = _split(query.shape[:-2], free)
-  rows = [split[0]] if form.shared else []
-  by_row = [PartitionSpec(*(rows if x is not None and len(x) > 1 else [])) for x in given[:2]]
-  of_bias = [] if given.bias is None else zip(split, given.bias.shape, strict=False)
-  by_row.append(PartitionSpec(*(own if size > 1 else () for own, size in of_bias)))
-  specs = [PartitionSpec(*dims) for dims in (split, *[split[: form.shared]] * 2)]
-  kept = [n for n, x in enumerate(given) if x is not None]
-
-  def run(query: jax.Array, key: jax.Array, value: jax.Array, *some: jax.Array) -> jax.Array:
-    more = dict(zip((_Given._fields[n] for n in kept), some, strict=True))
-    return local(query, key, value, _Given(**more))
-
-  placed = on_shards(run, mesh, [*specs, *(by_row[n] for n in kept)], specs[0], {*free})
-  return placed(query, key, value, *(x for x in given if x is not None))
+  shared = split[: form.shared]
+  specs = [PartitionSpec(*dims) for dims in (split, shared, shared)]
+  for name, x in given.items():
+    dims = split if name == "bias" else shared[:1]
+    specs.append(PartitionSpec(*(own if size > 1 else () for own, size in zip(dims, x.shape, strict=False))))
+  return on_shards(local, mesh, specs, specs[0], {*free})(query, key, value, *given.values())
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:

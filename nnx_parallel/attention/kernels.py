@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,64 +16,45 @@ _LANES = 128
 _BLOCKS = (512, 256, 128)
 
 
-class Kernel(Protocol):
-  """Computes softmax(scale * q k^T + bias) v on one device; all shapes are per device."""
+class Terms(NamedTuple):
+  """What a kernel computes on one device: softmax(scale * q k^T + bias) v. All shapes are per device."""
 
-  def __call__(
-    self,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    scale: float,
-    causal: bool = False,
-    window: int | None = None,
-    segments: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    cap: float | None = None,
-  ) -> jax.Array:
-    """Returns `[batch, key heads, group, rows, out]`; `NotFused` if the kernel does not compute this.
+  scale: float
+  causal: bool = False
+  window: int | None = None  # the last positions that a query sees; if not causal, as many ahead too
+  # `[batch, rows]`, for as many rows as columns: a position sees those with its integer
+  segments: jax.Array | None = None
+  mask: jax.Array | None = None  # `[batch or 1, rows, columns]`, true where a score is kept, once in each row
+  bias: jax.Array | None = None  # `[batch or 1, key heads or 1, group or 1, rows, columns]`
+  cap: float | None = None  # `cap * tanh(x / cap)` of the scaled scores
 
-    query: `[batch, key heads, group, rows, features]`; the heads of a group share their keys.
-    key, value: `[batch, key heads, columns, ...]`.
-    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
-    segments: integers `[batch, rows]`, for as many rows as columns; a position sees those with its integer.
-    mask: booleans `[batch or 1, rows, columns]`, true where a score is kept, at least once in each row.
-    bias: what is added to the scores, `[batch or 1, key heads or 1, group or 1, rows, columns]`.
-    cap: `cap * tanh(x / cap)` of the scaled scores.
-    """
-    ...
+
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, Terms], jax.Array]
+"""`(query, key, value, terms) -> [batch, key heads, group, rows, out]`, or `NotFused`.
+
+Queries are `[batch, key heads, group, rows, features]`: the heads of a group share their keys. Keys and
+values are `[batch, key heads, columns, ...]`.
+"""
 
 
 def splash_attention(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  *,
-  scale: float,
-  causal: bool = False,
-  window: int | None = None,
-  segments: jax.Array | None = None,
-  mask: jax.Array | None = None,
-  bias: jax.Array | None = None,
-  cap: float | None = None,
-  interpret: bool = False,
+  query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms, *, interpret: bool = False
 ) -> jax.Array:
   """The kernel of TPUs, a `Kernel`: it skips blocks that are hidden. `interpret`: on any platform, slowly."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
 
-  if bias is not None:
+  if terms.bias is not None:
     raise NotFused("a bias is added to its scores, which the kernel of TPUs does not take")
-  rows, columns = query.shape[3], key.shape[2]
+  rows, columns, window, causal = query.shape[3], key.shape[2], terms.window, terms.causal
   sizes: Any = _blocks(splash, rows, columns)
   wide = jnp.promote_types(query.dtype, jnp.float32)
-  scaled = (query.astype(wide) * scale).astype(query.dtype)
+  scaled = (query.astype(wide) * terms.scale).astype(query.dtype)
   given: list[jax.Array] = [  # with features that fill the lanes of the chip
     jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % _LANES),)) for x in (scaled, key, value)
   ]
   q, k, v = given
-  options: dict[str, Any] = {"attn_logits_soft_cap": cap, "interpret": interpret, "block_sizes": sizes}
+  options: dict[str, Any] = {"attn_logits_soft_cap": terms.cap, "interpret": interpret, "block_sizes": sizes}
+  mask, segments = terms.mask, terms.segments
   if mask is None:
     own: Any = splash.CausalMask((rows, columns)) if causal else splash.FullMask((rows, columns))
     if window is not None:
@@ -106,24 +88,19 @@ def cudnn_attention(
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
+  terms: Terms,
   *,
-  scale: float,
-  causal: bool = False,
-  window: int | None = None,
-  segments: jax.Array | None = None,
-  mask: jax.Array | None = None,
-  bias: jax.Array | None = None,
-  cap: float | None = None,
   implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
   """The kernel of NVIDIA GPUs, a `Kernel`, which reads a mask and segments as a bias.
 
   It skips what `causal` and `window` hide. With the implementation `"xla"`, JAX computes the same anywhere.
   """
-  if cap is not None:
+  if terms.cap is not None:
     raise NotFused("cuDNN has no soft cap")
   batch, heads, group, rows, features = query.shape
   columns = key.shape[2]
+  _, causal, window, segments, mask, bias, _ = terms
   if segments is not None:
     same = segments[:, :, None] == segments[:, None]
     mask = same if mask is None else mask & same
@@ -140,7 +117,7 @@ def cudnn_attention(
   attend = functools.partial(
     jax.nn.dot_product_attention,
     mask=None if mask is None else mask[:, None],
-    scale=scale,
+    scale=terms.scale,
     is_causal=causal,
     local_window_size=None if window is None else (window - 1, 0),
     implementation=implementation,

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from nnx_parallel.attention.tiling import DimName, Labels, Node, Untiled, pull
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import is_inexact, makers
-from nnx_parallel.core.tiles import DimName, Labels, Node, Untiled, pull
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 HIDDEN = -1e4
@@ -70,10 +70,6 @@ class Hidden:
     """The least and the largest that the elements of each tile of a value may be."""
     low, high = self._interval(var, tuple(label for label in labels if label[0] in self._spans))
     return np.broadcast_to(low, self._shape), np.broadcast_to(high, self._shape)
-
-  def most(self, var: Var, labels: Labels) -> np.ndarray:
-    """The largest that the elements of each tile of a value may be."""
-    return self.bounds(var, labels)[1]
 
   def _interval(self, var: Var, labels: Labels) -> Interval:
     if isinstance(var, core.Literal):

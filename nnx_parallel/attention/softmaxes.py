@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from nnx_parallel.attention.flow import meeting
 from nnx_parallel.attention.masks import PLACES
-from nnx_parallel.core.flow import meeting
+from nnx_parallel.attention.tiling import DimName, Labels, Untiled, describe, push
 from nnx_parallel.core.jaxprs import (
   among,
   dependents,
@@ -27,7 +28,6 @@ from nnx_parallel.core.jaxprs import (
   operations_behind,
   origin,
 )
-from nnx_parallel.core.tiles import DimName, Labels, Untiled, describe, push
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 _SUMS = ("reduce_sum", "cumsum")

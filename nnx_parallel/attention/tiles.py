@@ -21,44 +21,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.tiling import BlockNumbers, DimName, Grid, Labels, fill, finite
 from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import BlockNumbers, DimName, Grid, Labels, fill, finite
 from nnx_parallel.core.types import AnyArray, PyTree
-
-
-def sent(tree: PyTree, axis: str | None, size: int, by: int = 1) -> PyTree:
-  """Sends arrays `by` places forward around the ring of a mesh axis of this size."""
-  pairs = [(i, (i + by) % size) for i in range(size)]
-  return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree) if by % size else tree
-
-
-def around(
-  visit: Callable[..., PyTree], moving: PyTree, state: PyTree, last: int, send: Callable[[PyTree], PyTree]
-) -> PyTree:
-  """Calls `visit(hop, moving, state) -> state` for hops 0 to `last`; `moving` is sent on before each hop.
-
-  Arrays are sent on before they are used, so that the next arrays arrive meanwhile. `hop` is an int at the
-  first and the last visit.
-  """
-  following = send(moving) if last else moving
-  state = visit(0, moving, state)
-  if not last:
-    return state
-
-  def body(carry: PyTree, hop: AnyArray) -> tuple[PyTree, None]:
-    moving, state = carry
-    following = send(moving)
-    return (following, visit(hop, moving, state)), None
-
-  if last > 1:
-    numbers = jnp.arange(1, last, dtype=jnp.int32)
-    (following, state), _ = jax.lax.scan(body, (following, state), numbers)
-  return visit(last, following, state)
-
-
-def is_first(hop: AnyArray) -> bool:
-  """Whether it is the visit to a device's own keys, which come first."""
-  return isinstance(hop, int) and hop == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +108,8 @@ class Share:
 
   def sent(self, tree: PyTree, by: int = 1) -> PyTree:
     """Sends arrays `by` places forward around the ring of the axis."""
-    return sent(tree, self.axis, self.size, by)
+    pairs = [(i, (i + by) % self.size) for i in range(self.size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree) if by % self.size else tree
 
   def over(self, function: Callable[..., PyTree], given: PyTree, results: PyTree) -> Callable[..., PyTree]:
     """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
@@ -339,7 +305,8 @@ class TileAttention:
 
     def visit(hop: AnyArray, moving: Mapping[int, jax.Array], sums: PyTree) -> PyTree:
       source = (device - hop) % share.size
-      if not is_first(hop):  # the gradients of a shard arrive while its share of this device is computed
+      # The gradients of a shard arrive while its share of this device is computed.
+      if not isinstance(hop, int) or hop:
         sums = [self.share.sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
       def body(sums: PyTree, given: Sequence[jax.Array], places: BlockNumbers, at: BlockNumbers) -> PyTree:
@@ -381,6 +348,7 @@ class TileAttention:
     Each device computes the tiles that it sees.
     """
     needed = None if self.needed is None else self.needed(given)
+    # An int is the first or the last hop; a tracer, one between, in a loop.
     ahead, visits = (hop, self._visits[hop : hop + 1]) if isinstance(hop, int) else (1, self._visits[1:-1])
     patterns, which = np.unique(visits.reshape(-1, visits[0, 0].size), axis=0, return_inverse=True)
     counts = patterns.sum(1)
@@ -408,10 +376,31 @@ class TileAttention:
     return jax.lax.scan(step, state, (jnp.arange(len(lists[0])), tiles))[0]
 
   def _around(self, visit: Callable[..., PyTree], given: Sequence[jax.Array], state: PyTree) -> PyTree:
-    """Visits the keys of a device, then the keys that arrive around the ring; see `around`."""
-    pairs = enumerate(zip(given, self.inputs, strict=True))
+    """The state after `visit(hop, moving, state) -> state` for a device's own keys and those that arrive.
+
+    Arrays are sent on before they are used, so that the next arrays arrive meanwhile. `hop` is an int at the
+    first and the last visit.
+    """
+    pairs, last, send = (
+      enumerate(zip(given, self.inputs, strict=True)),
+      len(self._visits) - 1,
+      self.share.sent,
+    )
     moving = {n: x for n, (x, own) in pairs if self.share.moves(own)}
-    return around(visit, moving, state, len(self._visits) - 1, self.share.sent)
+    following = send(moving) if last else moving
+    state = visit(0, moving, state)
+    if not last:
+      return state
+
+    def body(carry: PyTree, hop: AnyArray) -> tuple[PyTree, None]:
+      moving, state = carry
+      following = send(moving)
+      return (following, visit(hop, moving, state)), None
+
+    if last > 1:
+      numbers = jnp.arange(1, last, dtype=jnp.int32)
+      (following, state), _ = jax.lax.scan(body, (following, state), numbers)
+    return visit(last, following, state)
 
   def _at_hand(
     self, given: Sequence[jax.Array], moving: Mapping[int, jax.Array], source: AnyArray

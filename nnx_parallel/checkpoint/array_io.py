@@ -64,11 +64,10 @@ def start_save(
   byte_budget: int,
   background: bool,
 ) -> Callable[[float], None]:
-  """Starts writing arrays, by item and folder; the returned function waits, and raises the write's error.
-
-  Each wait takes at most `seconds`, and may be repeated after a `TimeoutError` (see `Block.wait_for`). In the
-  background, all arrays are copied off the devices first; else the copies at a time stay within the budget.
-  """
+  """Starts writing arrays, by item and folder; the returned function waits, and raises the write's error."""
+  # Each wait takes at most `seconds`, and may be repeated after a `TimeoutError` (see `Block.wait_for`). In
+  # the background, all arrays are copied off the devices first; else the copies at a time stay within the
+  # budget.
   _let_orbax_write_checksums()
   context = ocp.Context()
   saving = context.array_options.saving
@@ -174,12 +173,11 @@ def read(
   byte_budget: int,
   merged: bool = True,
 ) -> Iterator[tuple[str, Array | Exception]]:
-  """Yields arrays of an item in their targets' shardings, or the error of reading one.
-
-  Each process reads its own shards, independently. A target without a sharding means a numpy array. Its shape
-  may be larger than the stored shape; the rest is zero. Half of the budget is for shards being read, unless
-  one array is larger, and half for chunks that several shards share. `merged=False`: folders of format 5.
-  """
+  """Yields arrays of an item in their targets' shardings, or the error of reading one."""
+  # Each process reads its own shards, independently. A target without a sharding means a numpy array. Its
+  # shape may be larger than the stored shape; the rest is zero. Half of the budget is for shards being read,
+  # unless one array is larger, and half for chunks that several shards share. `merged=False`: folders of
+  # format 5.
   # Each array has its own cache, which ends with it: a shared cache would stay full of chunks that were read.
   sizes, half = {name: shard_bytes(target) for name, target in targets.items()}, byte_budget // 2
   nodes = ts.Context({"cache_pool#nodes": {"total_bytes_limit": _NODES_BYTES}})
@@ -267,11 +265,15 @@ def unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any
   return memory[start : start + size].view(dtype).reshape(shape)
 
 
+def bytes_of_shard(target: jax.ShapeDtypeStruct) -> int:
+  """Bytes of one shard of an array."""
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return math.prod(shape) * target.dtype.itemsize
+
+
 def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
   """Bytes of the distinct shards of an array that this process has."""
-  shards = {box_of(index, target.shape) for index in _indices(target)}
-  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
-  return len(shards) * math.prod(shape) * target.dtype.itemsize
+  return len({box_of(index, target.shape) for index in _indices(target)}) * bytes_of_shard(target)
 
 
 def _indices(target: jax.ShapeDtypeStruct) -> Iterable[tuple[slice, ...] | None]:

@@ -43,9 +43,6 @@ class Retention:
 
   def __post_init__(self) -> None:
     one_of("best_mode", self.mode, ("min", "max"))
-    if not isinstance(self.keep, PreservationPolicy | None):
-      fix = "pass 1 or more, None, or a policy of orbax.checkpoint.v1.training.preservation_policies."
-      whole("max_to_keep", self.keep, 1, "a number of steps", fix)
 
   def best_of(self, headers: Mapping[int, Header | None]) -> int | None:
     """The step with the best metric, the newest of equals; NaN counts as not having the metric."""
@@ -183,16 +180,6 @@ class Catalog(Storage):
     raise CheckpointError(f"cannot save step {step}: {what}.", details=details, fix=fix)
 
 
-def whole(name: str, value: object, least: int, what: str, fix: str) -> int:
-  """An argument that is a whole number of at least `least`."""
-  with contextlib.suppress(TypeError):
-    number = operator.index(value)  # pyright: ignore[reportArgumentType]
-    if not isinstance(value, bool) and least <= number < 2**63:
-      return number
-  shown = f"{name}={value!r}" if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
-  raise CheckpointError(f"{shown} is not {what} from {least} up.", fix=fix)
-
-
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
   """An argument that takes one of a few values."""
   if value not in known:
@@ -202,4 +189,10 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
 
 def as_step(step: object) -> int:
   """The number of a step."""
-  return whole("step", step, 0, "a step", "a number below 2**63 comes first: save(100, model, optimizer).")
+  with contextlib.suppress(TypeError):
+    number = operator.index(step)  # pyright: ignore[reportArgumentType]
+    if not isinstance(step, bool) and 0 <= number < 2**63:
+      return number
+  shown = f"step={step!r}" if isinstance(step, int | float | str | None) else f"a {type(step).__name__}"
+  fix = "a number below 2**63 comes first: save(100, model, optimizer)."
+  raise CheckpointError(f"{shown} is not a step from 0 up.", fix=fix)

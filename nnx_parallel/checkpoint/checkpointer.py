@@ -23,7 +23,7 @@ from flax import nnx
 from typing_extensions import Unpack
 
 from nnx_parallel.checkpoint import encoding, lock, manifest, restore, save, targets
-from nnx_parallel.checkpoint.catalog import Catalog, PreservationPolicy, Retention, as_step, one_of, whole
+from nnx_parallel.checkpoint.catalog import Catalog, PreservationPolicy, Retention, as_step, one_of
 from nnx_parallel.checkpoint.damage import VanishedError, friendly_errors
 from nnx_parallel.checkpoint.diff import Diff, Target, compare
 from nnx_parallel.checkpoint.manifest import Manifest
@@ -41,7 +41,7 @@ R = TypeVar("R")
 Fill = Callable[[Manifest], tuple[Target, Diff]]
 Named = MappingType[str, object] | None
 
-_RESERVED, _BYTES = ("model", "optimizer"), ("a number of bytes", "256 << 20 is 256 MiB.")
+_RESERVED = ("model", "optimizer")
 _unfinished: set[Checkpointer] = set()
 """Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
 _lost = False  # a save failed when the script had ended: nothing but the exit code can tell
@@ -96,7 +96,7 @@ class Checkpointer:
     [0. 1. 2. 3.] 3
   """
 
-  @check_arguments(CheckpointError)
+  @check_arguments(CheckpointError, max_to_keep=1, byte_budget=0, chunk_bytes=1)
   def __init__(
     self,
     directory: str | os.PathLike[str],
@@ -112,8 +112,7 @@ class Checkpointer:
     self.restored: Manifest | None = None
     self._steps = Catalog(self.directory, Retention(max_to_keep, best, best_mode))
     self._asynchronous = asynchronous
-    self._byte_budget = whole("byte_budget", byte_budget, 0, *_BYTES)
-    self._chunk_bytes = None if chunk_bytes is None else whole("chunk_bytes", chunk_bytes, 1, *_BYTES)
+    self._byte_budget, self._chunk_bytes = byte_budget, chunk_bytes
     self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._resumed: int | None = None  # the step that this run resumed from, before its first save

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import fnmatch
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -390,10 +389,9 @@ def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> Counter[Any]:
   total: Counter[Any] = Counter()
   for struct in structs:
     layout = struct.sharding
-    shape = layout.shard_shape(struct.shape) if layout else struct.shape
     on_host = layout is None or is_on_host(layout)
     for device in layout.addressable_devices if layout else (None,):
-      total[None if on_host else device] += math.prod(shape) * struct.dtype.itemsize
+      total[None if on_host else device] += array_io.bytes_of_shard(struct)
   return total
 
 

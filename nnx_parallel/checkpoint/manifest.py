@@ -150,9 +150,7 @@ def versions() -> dict[str, str]:
 
 
 def _check(
-  step_dir: epath.Path,
-  load: Callable[[epath.Path], bytes],
-  parse: Callable[[dict[str, Any], bytes], T],
+  step_dir: epath.Path, load: Callable[[epath.Path], bytes], parse: Callable[[dict[str, Any], bytes], T]
 ) -> T:
   """Parses the signed fields of the header, and the body as far as `load` reads it."""
   file = step_dir / FILE
@@ -198,8 +196,7 @@ def _parse(signed: Mapping[str, Any], text: bytes) -> Manifest:
   body = json.loads(text)
   items = {
     _inside(name, parts=1): ItemRecord(
-      {path: _parse_leaf(path, **leaf) for path, leaf in item["leaves"].items()},
-      _values(item["values"]),
+      {path: _parse_leaf(path, **leaf) for path, leaf in item["leaves"].items()}, _values(item["values"])
     )
     for name, item in body["items"].items()
   }

@@ -270,10 +270,8 @@ def _choose(tree: PyTree, leaves: Leaves, choose: Any) -> Leaves:
 
 
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
-  """The leaves of a tree by path as text, each Variable once, and a function that puts values in their place.
-
-  It takes new values of some or all leaves, fills Variables in place, and copies the containers of others.
-  """
+  """The leaves of a tree by path, each Variable once, and a function that puts values in their place."""
+  # It takes new values of some or all leaves, fills Variables in place, and copies the containers of others.
   try:
     rows, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
   except ValueError as error:

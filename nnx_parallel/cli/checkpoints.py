@@ -10,15 +10,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nnx_parallel as nxp
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
   from nnx_parallel.interop.dry_run import DryRun
   from nnx_parallel.interop.weights import WeightMap
-  from nnx_parallel.layout.plan import Plan
 
 
 def register(commands: options.Commands) -> None:
@@ -96,17 +95,14 @@ def _register_others(commands: options.Commands) -> None:
 
 def run_diff(args: argparse.Namespace) -> int:
   """Prints the comparison."""
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
-
   plan = _plan(args)
-  diff = Checkpointer(args.directory).diff(plan, args.step)
+  diff = nxp.Checkpointer(args.directory).diff(plan, args.step)
   print(diff.to_json() if args.json else diff)
   return 0 if diff.fits else options.NO
 
 
 def run_export(args: argparse.Namespace) -> int:
   """Restores a model, and writes the files."""
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.interop.huggingface import CONFIG
   from nnx_parallel.interop.safetensors import dry_run_export, export_safetensors
 
@@ -114,7 +110,7 @@ def run_export(args: argparse.Namespace) -> int:
   weight_map = _weight_map(args.weight_map)
   if args.dry_run:
     return _show(dry_run_export(plan, weight_map, skip=args.skip))
-  model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
+  model = nxp.Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
   names = export_safetensors(args.out, model, weight_map, skip=args.skip)
   if args.weight_map and Path(args.weight_map).is_dir():
     shutil.copy(Path(args.weight_map) / CONFIG, args.out)
@@ -124,14 +120,13 @@ def run_export(args: argparse.Namespace) -> int:
 
 def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.interop.safetensors import dry_run_import, import_safetensors
 
   plan = _plan(args)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:
     return _show(dry_run_import(args.path, plan, weight_map, skip=args.skip))
-  with Checkpointer(args.out) as checkpointer:
+  with nxp.Checkpointer(args.out) as checkpointer:
     if steps := checkpointer.steps():
       raise CheckpointError(
         f"cannot import into {args.out}: it holds the checkpoints of a run.",
@@ -147,9 +142,7 @@ def run_import(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
   """Prints the steps and one manifest."""
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
-
-  checkpointer = Checkpointer(args.directory)
+  checkpointer = nxp.Checkpointer(args.directory)
   record = checkpointer.metadata(args.step)
   if args.json:
     print(json.dumps(record.as_json(), indent=2))
@@ -166,7 +159,7 @@ def run_inspect(args: argparse.Namespace) -> int:
   return 0
 
 
-def _print_steps(checkpointer: Checkpointer) -> None:
+def _print_steps(checkpointer: nxp.Checkpointer) -> None:
   """Prints one line for each complete step."""
   steps = checkpointer.steps()
   print(f"{checkpointer.directory}: {len(steps)} complete steps")
@@ -205,11 +198,9 @@ def _print_leaves(record: Manifest, pattern: str | None) -> None:
 
 def run_reshard(args: argparse.Namespace) -> int:
   """Restores a step, and saves everything that it holds."""
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
-
   plan = _plan(args)
-  source = Checkpointer(args.directory)
-  if source.directory == Checkpointer(args.out).directory:
+  source = nxp.Checkpointer(args.directory)
+  if source.directory == nxp.Checkpointer(args.out).directory:
     raise CheckpointError(f"cannot reshard {source.directory} into itself.", fix="write to another folder.")
   record = source.metadata(args.step)
   restored = source.restore(plan, record.step)
@@ -217,7 +208,7 @@ def run_reshard(args: argparse.Namespace) -> int:
   extra = {name: source.restore_extra(name, step=record.step) for name in record.extra}
   for name in [name for name in record.items if name not in ("model", "optimizer")]:  # these have no plan
     extra[name] = source.restore_extra(name, step=record.step, as_numpy=True)
-  with Checkpointer(args.out) as destination:
+  with nxp.Checkpointer(args.out) as destination:
     destination.save(record.step, model, optimizer, extra=extra, metrics=record.metrics, plan=plan)
     written = destination.metadata(record.step)
   print(f"step {record.step}: {written.nbytes:,} bytes in {len(written.files)} files -> {args.out}")
@@ -226,11 +217,10 @@ def run_reshard(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
   """Checks the steps, one line for each step."""
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.damage import VanishedError
   from nnx_parallel.checkpoint.storage import Storage
 
-  checkpointer = Checkpointer(args.directory)
+  checkpointer = nxp.Checkpointer(args.directory)
   found = sorted([*checkpointer.steps(), *Storage(checkpointer.directory).unrecognised_steps()])
   steps = found if args.step is None else [args.step]
   if not steps:
@@ -256,11 +246,9 @@ def run_verify(args: argparse.Namespace) -> int:
   return options.NO if damaged else 0
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> nxp.Plan:
   """Plans the recipe on real or simulated devices; comes before jax's first use."""
-  from nnx_parallel.loop.loader import load_recipe
-
-  recipe = load_recipe(args.recipe, needs=("init",))
+  recipe = nxp.recipes.load_recipe(args.recipe, needs=("init",))
   return options.make_plan(args, recipe, options.mesh_on_devices(args, recipe))
 
 

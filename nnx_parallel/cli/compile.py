@@ -6,6 +6,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
+import nnx_parallel as nxp
 from nnx_parallel.cli import options
 
 if TYPE_CHECKING:
@@ -38,13 +39,10 @@ def register(commands: options.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Compiles and prints; exit code 3: the step does not fit."""
-  import nnx_parallel as nxp
   from nnx_parallel.core.text import print_text
-  from nnx_parallel.loop.loader import load_recipe
-  from nnx_parallel.report.compile_report import compile_report
   from nnx_parallel.report.topology import read_machine
 
-  recipe = load_recipe(args.recipe)
+  recipe = nxp.recipes.load_recipe(args.recipe)
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules, args.pipeline)
   if args.topology:
     sizes = fill(sizes, read_machine(args.topology).devices, asked=args.mesh is not None)
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
   loss: Any = recipe.loss
   step = nxp.train_step(loss, microbatches=parts, **options.step_options(args))
   batch = abstract_batch(recipe, args.batch)
-  report = compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
+  report = nxp.compile_report(step, plan, batch=batch, topology=topology, chip=args.chip)
   print(report.to_json()) if args.json else print_text(str(report))
   if args.html:
     options.write_page(args.html, report.to_html())

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+import nnx_parallel as nxp
 from nnx_parallel.errors import MeshError, ReportError, SchemeError, ShardingError
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-  import nnx_parallel as nxp
-  from nnx_parallel.layers.pipeline import Pipeline
   from nnx_parallel.loop.loader import Recipe
 
 Commands = Any
@@ -47,14 +46,14 @@ def attention(text: str) -> str | int:
   return text if text in ATTENTIONS else positive(text)
 
 
-def pipeline(text: str) -> Pipeline:
+def pipeline(text: str) -> nxp.Pipeline:
   """AXIS[:VIRTUAL_STAGES][:ORDER], for argparse."""
-  from nnx_parallel.layers.pipeline import Order, Pipeline
+  from nnx_parallel.layers.pipeline import Order
 
   axis, *rest = text.split(":")
   order = cast(Order | None, rest.pop()) if rest and not rest[-1].isdecimal() else None
   try:
-    return Pipeline(axis, *map(positive, rest), order=order)
+    return nxp.Pipeline(axis, *map(positive, rest), order=order)
   except (SchemeError, TypeError, ValueError) as error:
     known = ", ".join(get_args(Order))
     raise argparse.ArgumentTypeError(
@@ -141,10 +140,10 @@ def add_command(
 
 def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Plan:
   """The plan of a recipe with `--rules`, `--zero` and `--offload`."""
-  from nnx_parallel.loop.recipe import plan_recipe
-
   memory = "pinned_host" if args.offload else None
-  return plan_recipe(recipe, mesh, change_rules(recipe, args.rules), zero=args.zero, optimizer_memory=memory)
+  return nxp.recipes.plan_recipe(
+    recipe, mesh, change_rules(recipe, args.rules), zero=args.zero, optimizer_memory=memory
+  )
 
 
 def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = False) -> Mesh:
@@ -152,8 +151,6 @@ def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = Fa
   sizes = mesh_sizes(recipe, args.mesh, args.rules, getattr(args, "pipeline", None))
   start_devices(sizes, args.devices)
   if join:
-    import nnx_parallel as nxp
-
     nxp.init_distributed()
   return real_mesh(sizes, args.devices)
 
@@ -161,12 +158,11 @@ def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = Fa
 def change_rules(recipe: Recipe, changes: Rules) -> Any:
   """The recipe's rules with the changes of `--rules`."""
   from nnx_parallel.loop.recipe import rules_of
-  from nnx_parallel.rules.ruleset import RuleSet
 
   rules = rules_of(recipe)
   if not changes:
     return rules
-  known = RuleSet.of(rules)
+  known = nxp.RuleSet.of(rules)
   for name in changes:
     near = difflib.get_close_matches(name, list(known.logical), n=1, cutoff=0.8)
     if name not in known.logical and near:
@@ -219,7 +215,7 @@ def mesh_sizes(
   recipe: Recipe,
   text: str | None,
   rules: Mapping[str, tuple[str, ...]] | None = None,
-  pipeline: Pipeline | None = None,
+  pipeline: nxp.Pipeline | None = None,
 ) -> Sizes:
   """Axis -> devices. Axes of the recipe's `mesh()` that `--mesh` leaves out have size 1.
 
@@ -276,8 +272,6 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
 def real_mesh(sizes: Sizes, devices: int | None) -> Mesh:
   """The mesh on devices of this machine; with `devices`, on the first so many."""
   import jax
-
-  import nnx_parallel as nxp
 
   here = jax.devices()[:devices]
   if -1 not in sizes.values() and (needed := math.prod(sizes.values())) != len(here):

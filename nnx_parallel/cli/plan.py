@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, cast
 
+import nnx_parallel as nxp
 from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import abstract_batch
 from nnx_parallel.errors import ReportError
 
 if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import Plan
   from nnx_parallel.loop.loader import Recipe
-  from nnx_parallel.report.memory import MemoryPlan
 
 
 def register(commands: options.Commands) -> None:
@@ -39,9 +38,7 @@ def register(commands: options.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Prints the plan; exit code 3: its memory does not fit the chip."""
-  import nnx_parallel as nxp
   from nnx_parallel.core.text import print_text
-  from nnx_parallel.loop.loader import load_recipe
 
   shown = not (args.json or args.explain)
   step = bool(args.batch or args.microbatches or args.pipeline or args.remat != options.AS_WRITTEN)
@@ -52,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
       fix="leave them out, or add --chip NAME (the exit code is 3 when it does not fit) or --html FILE.",
     )
   asked = bool(args.chip) or (shown and step)
-  recipe = load_recipe(args.recipe, needs=("init", "loss", "batches") if asked else ("init",))
+  recipe = nxp.recipes.load_recipe(args.recipe, needs=("init", "loss", "batches") if asked else ("init",))
   sizes = options.mesh_sizes(recipe, args.mesh, args.rules, args.pipeline)
   is_real = args.devices is not None or -1 in sizes.values()
   mesh = options.mesh_on_devices(args, recipe) if is_real else nxp.abstract_mesh(sizes)
@@ -77,11 +74,9 @@ def run(args: argparse.Namespace) -> int:
   return 0 if fits else options.NO
 
 
-def _planned(recipe: Recipe, plan: Plan, args: argparse.Namespace) -> MemoryPlan:
+def _planned(recipe: Recipe, plan: nxp.Plan, args: argparse.Namespace) -> nxp.report.MemoryPlan:
   """The memory of the recipe's step on its first batch."""
-  from nnx_parallel.report.memory import memory_plan
-
-  return memory_plan(
+  return nxp.memory_plan(
     plan,
     cast(Any, recipe.loss),
     abstract_batch(recipe, args.batch),

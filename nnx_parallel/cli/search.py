@@ -6,6 +6,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any, cast
 
+import nnx_parallel as nxp
 from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import abstract_batch, start_compiler
 
@@ -49,16 +50,14 @@ def register(commands: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Searches and prints; exit code 3: no layout fits."""
   from nnx_parallel.core.text import print_text
-  from nnx_parallel.loop.loader import load_recipe
-  from nnx_parallel.report.search import search
   from nnx_parallel.report.topology import missing_compiler, read_machine
 
-  recipe, machine = load_recipe(args.recipe), read_machine(args.topology)
+  recipe, machine = nxp.recipes.load_recipe(args.recipe), read_machine(args.topology)
   # Simulated devices hold nothing, but each costs some memory of the process.
   simulate = args.compile_best and machine.devices <= _MOST_SIMULATED
   simulate = simulate and (machine.chip.platform == "cpu" or missing_compiler(machine) is not None)
   start_compiler({"all": machine.devices}, f"cpu:{machine.devices}" if simulate else args.topology, None)
-  result = search(
+  result = nxp.search(
     recipe.init,
     cast(Any, recipe.loss),
     args.topology,

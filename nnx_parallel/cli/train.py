@@ -9,11 +9,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import nnx_parallel as nxp
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, NnxParallelError
 
 if TYPE_CHECKING:
-  import nnx_parallel as nxp
   from nnx_parallel.loop.loader import Recipe
   from nnx_parallel.loop.metrics import Record
   from nnx_parallel.loop.run import Run
@@ -107,10 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-  import nnx_parallel as nxp
-  from nnx_parallel.loop.loader import load_recipe
-
-  recipe = load_recipe(args.recipe).given(text=args.text, batch=args.batch, seed=args.seed)
+  recipe = nxp.recipes.load_recipe(args.recipe).given(text=args.text, batch=args.batch, seed=args.seed)
   mesh = options.mesh_on_devices(args, recipe, join=True)
   if args.compilation_cache is not None:
     nxp.compilation_cache(args.compilation_cache)
@@ -139,7 +136,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def check_gradients(started: Run, plan: nxp.Plan) -> nxp.verify.GradientCheck:
   """Checks on the next batch that the gradients are right on this layout. It trains nothing."""
-  import nnx_parallel as nxp
   from nnx_parallel.layout.constrain import default_scope
 
   step, batches = cast(Any, started.step), cast(Any, started.batches)
@@ -160,7 +156,6 @@ def train(
   checkpointer: nxp.Checkpointer | None,
 ) -> None:
   """Trains to the last step, with an evaluation before and after."""
-  import nnx_parallel as nxp
   from nnx_parallel.loop.progress import StepProgress
 
   out = Path(args.out or Path("runs", recipe.name))
@@ -202,12 +197,9 @@ def train(
   if args.quiet:
     return
   earlier = f" (an earlier run's: {log.earlier})" if log.earlier else ""
-  mfu = (
-    f"{result.metrics['mfu']:.1%}"
-    if "mfu" in result.metrics
-    else "n/a (the peak of this device is not known)"
-  )
-  print(f"metrics     {log.path}{earlier}\nMFU         {mfu}")
+  mfu = result.metrics.get("mfu")
+  known = "n/a (the peak of this device is not known)" if mfu is None else f"{mfu:.1%}"
+  print(f"metrics     {log.path}{earlier}\nMFU         {known}")
   if args.profile is not None:
     print(f"profile     xprof {out / 'profile'}")
   none = "none; keep the model with --checkpoint DIR"
@@ -216,7 +208,6 @@ def train(
 
 def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
   """Places a batch, so that missing data or a wrong size is an error early; returns its examples, or 0."""
-  import nnx_parallel as nxp
   from nnx_parallel.train.losses import examples_in
 
   if recipe.batches is not None:
@@ -234,17 +225,16 @@ def make_run(
   examples: int,
 ) -> Run:
   """Restores the run from the step of `--resume`, or creates it when there is no checkpoint yet."""
-  import nnx_parallel as nxp
-  from nnx_parallel.loop.recipe import restore, start
-
   settings = {name: getattr(args, name) for name in _SETTINGS}
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
   how = {"settings": settings, "options": options.step_options(args)}
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
-    return start(recipe, plan, microbatches=recipe.parts(args.microbatches), **how)
+    return nxp.recipes.start(recipe, plan, microbatches=recipe.parts(args.microbatches), **how)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
-    found = restore(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, **how)
+    found = nxp.recipes.restore(
+      recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, **how
+    )
   if not nxp.hosts.main_process():
     return found.run
   for warning in caught:

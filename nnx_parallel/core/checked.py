@@ -30,29 +30,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_arguments(error: type[NnxParallelError], /, *own: str, **limits: int | range) -> Callable[[F], F]:
-  """Makes a function, or the constructor of a class, raise `error` for arguments of other types.
+  """Makes a function, or the constructor of a class, raise `error` for arguments of other types."""
 
-  `own` are arguments of which the function itself says more, as `check_plan` does of a plan. `limits` has
-  the smallest numbers that arguments may be, or the range of them. Numbers of NumPy become Python's. What no
-  annotation says, such as shapes and keys of dicts, the function still has to look at.
-
-  Example:
-    >>> from nnx_parallel.errors import TrainError
-    >>> @check_arguments(TrainError, count=1)
-    ... def repeat(text: str, count: int = 1) -> str:
-    ...   '''Repeats.
-    ...
-    ...   Args:
-    ...     count: how often.
-    ...   '''
-    ...   return text * count
-    >>> repeat("a", count=0)
-    Traceback (most recent call last):
-    nnx_parallel.errors.TrainError: repeat got count=0.
-      count: int, at least 1
-      Fix: count: how often.
-  """
-
+  # `own` are arguments of which the function itself says more, as `check_plan` does of a plan. `limits` has
+  # the smallest numbers that arguments may be, or their range. Numbers of NumPy become Python's. What no
+  # annotation says, such as shapes and keys of dicts, the function still has to look at.
   def decorate(function: Any) -> Any:
     if inspect.isclass(function):
       made: Any = function
@@ -91,11 +73,9 @@ def _wrap(
 
 
 def shorten_traceback(function: F) -> F:
-  """Makes our errors end at the call of a function, or of a class: of the frames below, the user's stay.
-
-  A message says what failed and where; ten frames of this package and of jax above it say nothing to a user.
-  `JAX_TRACEBACK_FILTERING=off` shows them all, as for errors of jax.
-  """
+  """Makes our errors end at the call of a function, or of a class: of the frames below, the user's stay."""
+  # A message says what failed and where; ten frames of this package and of jax above it say nothing to a
+  # user. `JAX_TRACEBACK_FILTERING=off` shows them all, as for errors of jax.
   if inspect.isclass(function):
     made: Any = function
     made.__init__ = shorten_traceback(made.__init__)
@@ -195,14 +175,9 @@ def _is_filter(value: Any) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-  items = (
-    [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple | list) else [value]
-  )
+  several = [*value.values()] if isinstance(value, dict) else value
+  items = several if isinstance(several, tuple | list) else [value]
   return bool(items) and all(isinstance(x, nnx.Pytree) for x in items)
-
-
-def _is_path(value: Any) -> bool:
-  return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
 
 
 def is_array(value: Any) -> bool:
@@ -218,7 +193,7 @@ _NAMED = {
   "Only": _Named(lambda x: fits(x, set[str] | frozenset[str]) or _is_filter(x)),
   "Optimizers": _Named(_is_model),
   "nnx.filterlib.Filter": _Named(_is_filter),
-  "os.PathLike[str]": _Named(_is_path),
+  "os.PathLike[str]": _Named(lambda x: isinstance(x, str | os.PathLike) and bool(os.fspath(x))),
 }
 
 
@@ -241,13 +216,7 @@ def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
 
 
 def fits(value: object, kind: Any) -> bool:
-  """Whether a value is what an annotation says, as far as that can be told; of a tuple, one of them.
-
-  Example:
-    >>> from collections.abc import Sequence
-    >>> fits(3, (int, None)), fits(True, int), fits("ab", Sequence[str]), fits(["ab"], Sequence[str])
-    (True, False, False, True)
-  """
+  """Whether a value is what an annotation says, as far as that can be told; of a tuple, one of them."""
   if isinstance(kind, _Named):
     return kind.fits(value)
   origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -334,13 +303,15 @@ def _refusal(
 ) -> NnxParallelError:
   name, annotation = parameter.name, parameter.annotation
   said = f"{annotation if isinstance(annotation, str) else getattr(annotation, '__name__', annotation)}"
-  alias = getattr(inspect.unwrap(function), "__globals__", {}).get(said)
-  if typing.get_origin(alias) is Literal:  # a name for some texts: these
-    said = " or ".join(map(repr, typing.get_args(alias)))
+  names = getattr(inspect.unwrap(function), "__globals__", {})
+  for part in said.split(" | "):
+    if typing.get_origin(names.get(part)) is Literal:  # a name for some texts: these
+      said = said.replace(part, " or ".join(map(repr, typing.get_args(names[part]))))
   bounds = f"{limit[0]} to {limit[-1]}" if isinstance(limit, range) else f"at least {limit}"
   said += "" if limit is None else f", {bounds}"
   plain = value is None or isinstance(value, bool | int | float)
   kind = "" if plain else f" ({with_article(type(value).__name__)})"
+  # The first clause of its text under `Args:` or `Attributes:`, "count: how often; ...", says what it means.
   end = r"(?:\.\s|;|:|\n\n|\n +\*{0,2}\w+: )"
   told = re.search(rf"^ +\*?{name}: (.+?){end}", f"{inspect.getdoc(function)}\n\n", re.MULTILINE | re.DOTALL)
   fix = " ".join(told[1].split()).rstrip(".") + "." if told else f"see help({function.__qualname__})."

@@ -109,10 +109,7 @@ def dim_map(eqn: JaxprEqn) -> DimMap | None:
 def moved(
   dim: int, outer: int, length: int, before: Sequence[int], after: Sequence[int]
 ) -> tuple[int, int] | None:
-  """Where a part of a dim goes in a reshape: its new dim, and the size before it there; None if it is split.
-
-  The dim is `outer x length x rest`. The product of the sizes ahead of the part stays.
-  """
+  """Where a part of a dim (`outer x length x rest`) goes in a reshape: dim, size before it there; or None."""
   if 0 in (*before, *after):
     return None
   ahead = math.prod(before[:dim]) * outer
@@ -275,10 +272,6 @@ def _reshape(eqn: JaxprEqn) -> DimMap:
   return DimMap((tuple(own), *rest), (shared,), major=frozenset(major))
 
 
-def _dot(eqn: JaxprEqn) -> DimMap:
-  return _product(eqn, *eqn.params["dimension_numbers"])
-
-
 def _ragged_dot(eqn: JaxprEqn) -> DimMap | None:
   """Rows of the left operand in groups, each with a separate right operand: a layer of experts."""
   numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -291,10 +284,7 @@ def _ragged_dot(eqn: JaxprEqn) -> DimMap | None:
 
 
 def _product(
-  eqn: JaxprEqn,
-  summed: Sequence[Sequence[int]],
-  shared: Sequence[Sequence[int]],
-  groups: Sequence[int] = (),
+  eqn: JaxprEqn, summed: Sequence[Sequence[int]], shared: Sequence[Sequence[int]], groups: Sequence[int] = ()
 ) -> DimMap:
   """The result has the shared dims, then the other dims of the left, and of the right operand."""
   (rank,) = (len(shape) for shape in _shapes(eqn.outvars))
@@ -393,7 +383,7 @@ _RULES: Mapping[str, Callable[[JaxprEqn], DimMap | None]] = {
   "concatenate": _mixing("dimension"),
   "conv_general_dilated": _convolution,
   "custom_jvp_call": _custom_derivative,
-  "dot_general": _dot,
+  "dot_general": lambda eqn: _product(eqn, *eqn.params["dimension_numbers"]),
   "fft": _leading(lambda eqn: len(eqn.params["fft_lengths"])),
   "gather": _gather,
   "iota": _iota,

@@ -11,14 +11,7 @@ from nnx_parallel.core.types import PyTree
 
 
 def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """`optax.with_extra_args_support`, also for an update that takes only certain names (`optax.contrib.sam`).
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> tx = accept_extra(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)))
-    >>> tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=1.0)[0]
-    Array([0.1, 0.1], dtype=float32)
-  """
+  """`optax.with_extra_args_support`, also for an update that takes some names only (`optax.contrib.sam`)."""
   inner = optax.with_extra_args_support(tx)
   names = inspect.signature(inner.update).parameters
   if any(p.kind is p.VAR_KEYWORD for p in names.values()):

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 
 
 def is_one_of(value: object, options: Sequence[object]) -> bool:
-  """Whether a value is one of some words or numbers; an array, whose comparisons are arrays, is none.
-
-  Example:
-    >>> import numpy as np
-    >>> is_one_of("full", ("full", None)), is_one_of(np.ones(2), (1, None))
-    (True, False)
-  """
+  """Whether a value is one of some words or numbers; an array, whose comparisons are arrays, is none."""
   return any(value is option or (type(value) is type(option) and value == option) for option in options)
 
 

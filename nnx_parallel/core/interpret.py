@@ -27,6 +27,7 @@ from nnx_parallel.core.jaxprs import (
   constants,
   has_rule,
   is_checkpoint,
+  map_shards_as,
   open_jaxpr,
   params_of,
   program_of,
@@ -92,11 +93,9 @@ def run_operations(
 def interpret(
   jaxpr: Program, inputs: Sequence[Value], rule: Rule = bind, lift: Callable[[jax.Array], Value] = _same
 ) -> list[Value]:
-  """The results of a program, one operation at a time, for one value of each input.
-
-  `rule` gives the results of an operation, or `DEFAULT`, which runs the operation itself on arrays. `lift`
-  makes a value from an array, for literals and constants.
-  """
+  """The results of a program, one operation at a time, for one value of each input."""
+  # `rule` gives the results of an operation, or `DEFAULT`: the operation itself, on arrays. `lift` makes a
+  # value from an array, for literals and constants.
   values = values_of(jaxpr, inputs, lift)
   run_operations(open_jaxpr(jaxpr).eqns, values, rule, lift)
   return [read(var, values, lift) for var in open_jaxpr(jaxpr).outvars]
@@ -196,12 +195,9 @@ def facts_after(eqn: JaxprEqn, inputs: Sequence[F], facts: Facts[F]) -> Sequence
 def through(
   eqn: JaxprEqn, inputs: Sequence[F], inside: Callable[[Inner, list[F]], Sequence[F]], facts: Facts[F]
 ) -> list[F]:
-  """The facts of the results of an operation that runs programs, given the facts of its inputs.
-
-  `inside` gives the facts of the results of one of its programs, from the facts of the program's inputs. For
-  a loop it is called until the facts of the carry stay the same, which `join` has to ensure; the last result
-  counts.
-  """
+  """The facts of the results of an operation that runs programs, given the facts of its inputs."""
+  # `inside` gives the facts of the results of one of its programs, from those of its inputs. For a loop it is
+  # called until the facts of the carry stay the same, which `join` has to ensure; the last result counts.
   wires, known = wiring(eqn), list(inputs)
   for _ in range(ROUNDS):
     arriving = [facts.row(eqn, fact) if n in wires.rows else fact for n, fact in enumerate(known)]
@@ -227,22 +223,15 @@ def through(
 
 
 class Interpreter(Generic[F]):
-  """Runs programs with a fact for each value, also inside the programs that operations run.
-
-  Each of these programs is traced again, once for each combination of facts. A program that cannot be traced
-  again runs as it is: see `is_walked`. The derivative of a custom rule stays as it is.
-
-  Args:
-    rule: `(operation, values of its inputs, their facts) -> (values of its results, their facts)`; or
-      `DEFAULT`: the operation as it is, but its programs under this rule.
-    facts: how facts propagate through operations, loops and branches.
-  """
+  """Runs programs with a fact for each value, also inside the programs that operations run."""
 
   def __init__(self, rule: Callable[[JaxprEqn, list[Value], list[F]], Any], facts: Facts[F]):
+    # Each program is traced again, once for each combination of facts; the derivative of a custom rule stays.
+    # `rule`: `(operation, values of its inputs, their facts) -> (values of its results, their facts)`, or
+    # `DEFAULT`: the operation as it is, but its programs under this rule.
     self._rule, self._facts = rule, facts
-    self._done: dict[
-      Hashable, tuple[Program, list[F], Program]
-    ] = {}  # with the program, so that its id stays
+    # By the id of a program, with the program, so that its id stays.
+    self._done: dict[Hashable, tuple[Program, list[F], Program]] = {}
 
   def __call__(
     self, jaxpr: Program, inputs: Sequence[Value], facts: Sequence[F]
@@ -265,7 +254,8 @@ class Interpreter(Generic[F]):
     if not is_walked(eqn):
       return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
     if eqn.primitive.name == "shard_map":
-      return self._map_shards(eqn, inputs, facts)
+      function, after = self._function(eqn.params["jaxpr"], facts)
+      return map_shards_as(eqn, function, eqn.params["mesh"])(*inputs), after
     new: dict[Inner, Program] = {}
 
     def inside(inner: Inner, facts: list[F]) -> list[F]:
@@ -286,21 +276,6 @@ class Interpreter(Generic[F]):
       self._done[key] = open_jaxpr(made) if open_jaxpr(program) is program else made, found, program
     return self._done[key][:2]
 
-  def _map_shards(
-    self, eqn: JaxprEqn, inputs: list[Value], facts: list[F]
-  ) -> tuple[Sequence[Value], list[F]]:
-    params = eqn.params
-    function, found = self._function(params["jaxpr"], facts)
-    mapped = jax.shard_map(
-      function,
-      mesh=params["mesh"],
-      in_specs=tuple(params["in_specs"]),
-      out_specs=list(params["out_specs"]),
-      axis_names=params["newly_manual_axes"],
-      check_vma=params["check_vma"],
-    )
-    return mapped(*inputs), found
-
   def _function(self, program: Program, facts: list[F]) -> tuple[Callable[..., list[Value]], list[F]]:
     """A program as a function of arrays, and the facts of its results once it has been traced."""
     found: list[F] = []
@@ -313,10 +288,8 @@ class Interpreter(Generic[F]):
 
 
 def is_walked(eqn: JaxprEqn) -> bool:
-  """Whether an operation runs programs that can be traced anew: they take arrays only.
-
-  A custom rule that JAX keeps in an object (`call_hi_primitive`) can't.
-  """
+  """Whether an operation runs programs that can be traced anew: they take arrays only."""
+  # A custom rule that JAX keeps in an object (`call_hi_primitive`) can't.
   inner = wiring(eqn).inner
   arrays = all(isinstance(var.aval, ShapedArray) for some in inner for var in open_jaxpr(some.program).invars)
   return bool(inner) and arrays and all(some.key != "traced" for some in inner)
@@ -334,11 +307,9 @@ def rewrite(jaxpr: Program, rule: Rule) -> ClosedJaxpr:
 
 
 def find_forwarded(jaxpr: Program) -> list[int | None]:
-  """For each output, the position of the input that it is equal to; None for computed outputs.
-
-  Also through calls, checkpoints, loops and branches: `nnx.remat` and `nnx.scan` return every Variable that
-  they receive. The result of a custom rule has another gradient.
-  """
+  """For each output, the position of the input that it is equal to; None for computed outputs."""
+  # Also through calls, checkpoints, loops and branches: `nnx.remat` and `nnx.scan` return every Variable that
+  # they receive. The result of a custom rule has another gradient.
   known = facts_of(jaxpr, range(len(open_jaxpr(jaxpr).invars)), _POSITIONS)
   return [read(var, known, _POSITIONS.constant) for var in open_jaxpr(jaxpr).outvars]
 
@@ -358,10 +329,8 @@ _POSITIONS: Facts[Hashable] = Facts(
 
 
 def without_copies(jaxpr: P) -> P:
-  """A jaxpr, closed or not, that reads inputs directly where an operation returns them unchanged.
-
-  `nnx.jit` returns every Variable that it receives.
-  """
+  """A jaxpr, closed or not, that reads inputs directly where an operation returns them unchanged."""
+  # `nnx.jit` returns every Variable that it receives.
   inner = open_jaxpr(jaxpr)
   if inner is not jaxpr:
     return jaxpr.replace(jaxpr=without_copies(inner))

@@ -84,11 +84,6 @@ def is_marked(eqn: JaxprEqn) -> bool:
   return str(eqn.params.get("name", "")).startswith(MARK)
 
 
-def is_random(eqn: JaxprEqn) -> bool:
-  """Whether an operation draws random numbers, or changes their keys."""
-  return any(part in eqn.primitive.name for part in ("random", "rng_", "threefry"))
-
-
 def is_call_or_checkpoint(eqn: JaxprEqn) -> bool:
   """Whether an operation calls a program, and perhaps computes it again in the backward pass."""
   return is_call(eqn) or is_checkpoint(eqn)
@@ -126,11 +121,10 @@ def by_trace(
 
 
 def at_place_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
-  """Gives operations that are traced in its body the source line and the name stack of an operation.
-
-  Otherwise every operation of a loss that is evaluated again would seem to come from a line of this package.
-  JAX drops the user's lines inside its own jitted functions (`jnp.take`): these get their caller's line.
-  """
+  """Gives operations that are traced in its body the source line and the name stack of an operation."""
+  # Otherwise every operation of a loss that is evaluated again would seem to come from a line of this
+  # package. JAX drops the user's lines inside its own jitted functions (`jnp.take`): these get their caller's
+  # line.
   source = eqn.source_info
   names = source_info_util.current_name_stack() + source.name_stack
   of = source if source_info_util.summarize(source) else source_info_util.current()
@@ -148,10 +142,8 @@ def place_of(eqn: JaxprEqn) -> str:
 
 
 def bind(eqn: JaxprEqn, inputs: Sequence[Value], **changed: Any) -> Sequence[jax.Array]:
-  """The results of an operation for other inputs, with some of its parameters changed.
-
-  Inside a `shard_map`, its axes are also manual for operations that were traced outside of it.
-  """
+  """The results of an operation for other inputs, with some of its parameters changed."""
+  # Inside a `shard_map`, its axes are also manual for operations that were traced outside of it.
   active = jax.sharding.get_abstract_mesh()
   inside = AxisType.Manual in active.axis_types
   where = changed.get("sharding", eqn.params.get("sharding"))
@@ -160,6 +152,18 @@ def bind(eqn: JaxprEqn, inputs: Sequence[Value], **changed: Any) -> Sequence[jax
   with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active) if inside else contextlib.nullcontext():
     results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(change_params(eqn, changed)))
   return results if eqn.primitive.multiple_results else [results]
+
+
+def map_shards_as(eqn: JaxprEqn, function: Callable[..., PyTree], mesh: Any) -> Callable[..., Any]:
+  """A function of shards in place of the program of a `shard_map`, with its specs, on this mesh."""
+  return jax.shard_map(
+    function,
+    mesh=mesh,
+    in_specs=tuple(eqn.params["in_specs"]),
+    out_specs=list(eqn.params["out_specs"]),
+    axis_names=eqn.params["newly_manual_axes"],
+    check_vma=eqn.params["check_vma"],
+  )
 
 
 def program_of(eqn: JaxprEqn) -> Any:
@@ -211,11 +215,9 @@ def gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
 
 
 def rules(jaxpr: Program, wanted: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
-  """The operations of a trace, and of its inner programs, that have such a rule for their gradient.
+  """The operations of a trace, and of its inner programs, that have such a rule for their gradient."""
 
-  Rules inside a `shard_map` are left out: they cannot be traced without it.
-  """
-
+  # Rules inside a `shard_map` are left out: they cannot be traced without it.
   def enters(eqn: JaxprEqn) -> bool:
     return not wanted(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
 
@@ -223,10 +225,8 @@ def rules(jaxpr: Program, wanted: Callable[[JaxprEqn], bool]) -> Iterator[JaxprE
 
 
 def reads_tracers(jaxpr: Program, wanted: Callable[[JaxprEqn], bool]) -> JaxprEqn | None:
-  """The first operation whose own gradient reads an array of the trace directly, not by an argument.
-
-  A trace with such a rule of `jax.custom_jvp` or `jax.custom_vjp` cannot be evaluated again.
-  """
+  """The first operation whose own gradient reads an array of the trace directly, not by an argument."""
+  # A trace with such a rule of `jax.custom_jvp` or `jax.custom_vjp` cannot be evaluated again.
   found = rules(jaxpr, wanted)
   return next((eqn for eqn in found if any(map(is_tracer, constants(gradient_of(eqn))))), None)
 
@@ -294,10 +294,8 @@ def nbytes(x: AnyArray) -> int:
 
 
 def scan_counts(eqn: JaxprEqn) -> ScanCounts:
-  """Counts constants and carried values by rank: a row has one more dim outside the loop than inside.
-
-  The parameters with these counts have different names in different versions.
-  """
+  """Counts constants and carried values by rank: a row has one more dim outside the loop than inside."""
+  # The parameters with these counts have different names in different versions.
   inner = open_jaxpr(eqn.params["jaxpr"])
   inputs, results = zip(eqn.invars, inner.invars, strict=True), zip(eqn.outvars, inner.outvars, strict=True)
   rows = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in inputs)
@@ -324,10 +322,7 @@ def trace_like(function: Callable[..., PyTree], like: Program) -> ClosedJaxpr:
 def call_equation(
   function: Callable[..., Sequence[jax.Array]], inputs: Sequence[Var], outputs: Sequence[Var], like: JaxprEqn
 ) -> JaxprEqn:
-  """An operation that computes variables of a trace from other variables by a function, traced once.
-
-  The function is of flat arrays; the operation takes the place of `like` in the source.
-  """
+  """An operation in the place of `like` that computes variables from others by a function of flat arrays."""
   jitted = jax.jit(function, inline=False)
   eqn: Any
   (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns

@@ -54,22 +54,16 @@ def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
 
 
 class Keys:
-  """Keys for the static parts of programs.
-
-  Args:
-    of_constant: the key of a constant that a program carries.
-    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; otherwise they are left
-      out.
-    shared: whether equal inner programs get a number, so that only keys of one object can be compared.
-  """
+  """Keys for the static parts of programs."""
 
   def __init__(
     self, of_constant: Callable[[jax.Array], Hashable] = id, *, rules: bool = False, shared: bool = True
   ):
-    self._of_constant, self._rules, self._shared = of_constant, rules, shared
-    self._bodies: dict[
-      tuple[int, bool], tuple[Program, Hashable]
-    ] = {}  # with the program, so that its id stays
+    self._of_constant = of_constant  # the key of a constant that a program carries
+    self._rules = rules  # whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared too
+    self._shared = shared  # whether equal inner programs get a number: only keys of one object compare
+    # By the id of a program, with the program, so that its id stays.
+    self._bodies: dict[tuple[int, bool], tuple[Program, Hashable]] = {}
     self._numbers: dict[Hashable, int] = {}
     self._in_rule = False
 

@@ -34,13 +34,11 @@ class Layers:
 
 
 def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
-  """The layers of a model, outermost first; layers inside a layer are not searched.
-
-  Layers are two or more modules of one class that have a matrix among their Variables, and are the elements
-  of a list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Modules with Variables
-  of equal paths, types, shapes and dtypes form a group, and at least one group has two or more modules. A
-  pattern gives their dotted paths instead, with `*` for any part: `"decoder.blocks.*"`.
-  """
+  """The layers of a model, outermost first; layers inside a layer are not searched."""
+  # Layers are two or more modules of one class that have a matrix among their Variables, and are the elements
+  # of a list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Modules with Variables
+  # of equal paths, types, shapes and dtypes form a group; at least one group has two or more modules. A
+  # pattern gives their dotted paths instead, with `*` for any part: `"decoder.blocks.*"`.
   modules = list(modules_of(model))
   order = {path: n for n, (path, _) in enumerate(modules)}
   found: list[Layers] = []

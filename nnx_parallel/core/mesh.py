@@ -174,10 +174,8 @@ def auto_mesh(mesh: M) -> M:
 
 @contextlib.contextmanager
 def use_mesh(mesh: AnyMesh | None) -> Generator[None]:
-  """Makes a mesh active in a block, or none: `jax.set_mesh` acts where it is called, not where it is entered.
-
-  In a trace, where there are no devices to set, a mesh is used by its axes alone.
-  """
+  """Makes a mesh active in a block, or none: `jax.set_mesh` acts where it is called, not entered."""
+  # In a trace, where there are no devices to set, a mesh is used by its axes alone.
   with contextlib.ExitStack() as stack:
     with contextlib.suppress(ValueError):  # in a trace
       stack.enter_context(jax.set_mesh(mesh if isinstance(mesh, Mesh) else None))
@@ -195,8 +193,9 @@ def no_mesh() -> Generator[None]:
 
 def own_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[None]:
   """Makes the mesh of a program's arrays active in a block, if another mesh is active; nothing in a trace."""
-  nothing = mesh is None or jax.sharding.get_abstract_mesh().empty or is_tracing() or _is_active(mesh)
-  return contextlib.nullcontext() if nothing else use_mesh(mesh)
+  if mesh is None or jax.sharding.get_abstract_mesh().empty or is_tracing() or _is_active(mesh):
+    return contextlib.nullcontext()
+  return use_mesh(mesh)
 
 
 def _is_active(mesh: AnyMesh) -> bool:
@@ -236,15 +235,8 @@ def mesh_inside(mesh: M) -> M:
 
 def explicit_axes(mesh: AnyMesh) -> bool | list[str]:
   """What `make_mesh` takes as `explicit` for axes of these types."""
-  names = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  found = [str(name) for name, kind in names if kind == AxisType.Explicit]
+  found = [*map(str, mesh.explicit_axes)]
   return found if 0 < len(found) < len(mesh.axis_names) else is_explicit(mesh)
-
-
-def is_explicit_here(axis: str | None) -> bool:
-  """Whether an axis of the active mesh is Explicit."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(axis) == AxisType.Explicit
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:

@@ -65,10 +65,7 @@ def parts_of_type(tree: PyTree, kind: type) -> list[Any]:
 
 
 def iter_nodes(module: object) -> Iterator[tuple[Path, object]]:
-  """Yields path and object of modules (any `nnx.Pytree`) and Variables: a fast `nnx.iter_graph`.
-
-  In flax's order, children first. A shared object is yielded at each of its paths, its children only once.
-  """
+  """Path and object of modules and Variables, in flax's order; children of a shared object only once."""
   yield from _iter_nodes(module, (), set())
 
 
@@ -95,10 +92,7 @@ def _is_node(value: Leaf) -> bool:
 
 
 def variables(module: object) -> dict[Path, Leaf]:
-  """The Variables and raw arrays of a module by path, in flax's order; tied Variables at their first path.
-
-  The Variables are the module's own, not copies.
-  """
+  """The own Variables and raw arrays of a module by path, in flax's order; tied ones at their first path."""
   return dict(nnx.to_flat_state(nnx.state(module)))
 
 
@@ -108,11 +102,8 @@ def array_leaves(module: object) -> dict[Path, Leaf]:
 
 
 def merge(graphdef: nnx.GraphDef[Any], state: State) -> Any:
-  """`nnx.merge`, also around `ShapeDtypeStruct`s in place of raw arrays.
-
-  flax takes a struct inside a tuple, dict or other pytree for a static value, and so would lose it. This
-  function marks it as data.
-  """
+  """`nnx.merge`, also around `ShapeDtypeStruct`s in place of raw arrays."""
+  # flax takes a struct inside a tuple, dict or other pytree for a static value, and so would lose it.
   node, flat = nnx.merge(graphdef, state), dict(nnx.to_flat_state(state))
   structs = {path for path, leaf in flat.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
   lost = structs - variables(node).keys() if structs else structs
@@ -123,16 +114,8 @@ def merge(graphdef: nnx.GraphDef[Any], state: State) -> Any:
 
 
 def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, AnyArray]) -> None:
-  """Puts raw arrays at their paths in a live module; a tuple that holds some is replaced by a copy.
-
-  Other containers that are not modules are also copied; `nnx.update` rejects tuples and dataclasses.
-
-  Example:
-    >>> module = nnx.Dict(table=nnx.data((1.0, jax.numpy.zeros(2))))
-    >>> set_arrays(module, {("table", 1): jax.numpy.ones(2)})
-    >>> module.table
-    (1.0, Array([1., 1.], dtype=float32))
-  """
+  """Puts raw arrays at their paths in a live module; a tuple that holds some is replaced by a copy."""
+  # Other containers that are not modules are copied too: `nnx.update` rejects tuples and dataclasses.
   for path, node in [*iter_nodes(module)]:
     for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():
       here = (*path, int(name) if isinstance(node, nnx.List) and name.isdecimal() else name)
@@ -218,10 +201,8 @@ class Annotation(NamedTuple):
 
 
 def names_of(leaf: Leaf, *, where: str) -> Annotation | None:
-  """The annotation of a Variable (`out_sharding`: names or a spec), or None; `where` is its path, for errors.
-
-  It is the author's also on a live Variable of a plan, whose `sharding_rules` creation wrote.
-  """
+  """The annotation of a Variable (`out_sharding`: names or a spec), or None; `where` is its path."""
+  # It is the author's also on a live Variable of a plan, whose `sharding_rules` creation wrote.
   if not isinstance(leaf, nnx.Variable):
     return None
   metadata, ndim = cast(Mapping[str, Any], leaf.get_metadata()), len(value_of(leaf).shape)

@@ -50,10 +50,7 @@ def logical_kind(variable: Variable) -> type[Variable]:
 
 
 def pad_variable(variable: Variable, array: AnyArray, storage_shape: tuple[int, ...]) -> Variable:
-  """A padded Variable around a stored array, abstract or not, of a (global) storage shape.
-
-  It has the type, metadata and (global) shape of `variable`, which has no padding.
-  """
+  """A padded Variable of the type, metadata and shape of `variable`, around an array of a storage shape."""
   shapes = (tuple(variable.get_raw_value().shape), tuple(storage_shape))
   metadata = {**variable.get_metadata(), PADDED: shapes}
   return cast(Any, _pad_type(type(variable))).from_metadata(array, metadata)
@@ -115,11 +112,9 @@ def _logical_variable(variable: Variable) -> Variable:
 
 
 def _logical_array(variable: Variable) -> AnyArray:
-  """The array without the padding: one object for all reads of an unchanged Variable, as in flax.
-
-  Libraries such as Qwix find the Variable of an operand by the identity of its array. The Variable does not
-  keep that array alive, and each trace has another.
-  """
+  """The array without the padding: one object for all reads of an unchanged Variable, as in flax."""
+  # Libraries such as Qwix find the Variable of an operand by the identity of its array. The Variable does not
+  # keep that array alive, and each trace has another.
   raw, (logical, storage) = variable.get_raw_value(), variable.get_metadata(PADDED)
   if variable.ref:
     return crop(raw[...], logical, storage)
@@ -155,11 +150,9 @@ def _store(variable: Variable, value: AnyArray) -> None:
 
 
 def crop(value: AnyArray, logical: tuple[int, ...], storage: tuple[int, ...]) -> AnyArray:
-  """Cuts an array of the storage shape to the logical shape; an array of the logical shape stays unchanged.
-
-  The array may have lost or gained dims under `vmap` or `scan`. Values without a shape are returned
-  unchanged; any other shape is an error, because the position of the padding is unknown.
-  """
+  """Cuts an array of the storage shape to the logical shape; an array of the logical shape stays as it is."""
+  # It may have lost or gained dims under `vmap` or `scan`. Values without a shape are returned unchanged; any
+  # other shape is an error, because the position of the padding is unknown.
   shape = getattr(value, "shape", None)
   if shape is None or shape == logical:
     return value
@@ -230,11 +223,9 @@ def _pad_like(value: AnyArray, like: AnyArray) -> AnyArray:
 def logical_transformation(
   tx: optax.GradientTransformation, parameters: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it computes at logical shapes, which `parameters` have, on padded arrays.
-
-  Gradients, parameters and state are cut to their logical shapes before the update and padded with zeros
-  after it, so the optimizer never averages, clips or counts the padding. The state keeps its structure.
-  """
+  """Makes an optimizer compute at logical shapes, which `parameters` have, on padded arrays."""
+  # Gradients, parameters and state are cut before the update and padded with zeros after it, so the optimizer
+  # never averages, clips or counts the padding. The state keeps its structure.
   inner = accept_extra(tx)
 
   @functools.cache

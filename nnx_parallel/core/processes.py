@@ -24,10 +24,7 @@ _old_keys: dict[str, tuple[str, ...]] = {}  # of the last answers, on process 0
 
 
 def wait_for_all(name: str, timeout: float) -> None:
-  """Waits until all processes have called `barrier` with the same name, equally often.
-
-  A `HostError` names the processes that did not come within `timeout` seconds.
-  """
+  """Waits until all processes have come to `name`, equally often; a `HostError` names those that did not."""
   key = f"nnx_parallel/{name}/{next(_uses[name])}"
   _wait(key, name, timeout)
   with contextlib.suppress(RuntimeError):
@@ -35,11 +32,7 @@ def wait_for_all(name: str, timeout: float) -> None:
 
 
 class Exchange:
-  """A text of each process, from which process 0 makes one answer for all; on any thread.
-
-  All processes make it for the same purpose, `name`, and call `answer` equally often. Each process sends and
-  receives a few messages of its own, however many processes there are; only process 0 reads all texts.
-  """
+  """A text of each process, from which process 0 makes one answer for all; on any thread."""
 
   def __init__(self, name: str):
     self._name, self._key = name, f"nnx_parallel/{name.replace('/', ':')}/{next(_uses[name])}"
@@ -56,10 +49,7 @@ class Exchange:
     return False
 
   def answer(self, text: str, decide: Callable[[list[str]], str], timeout: float = LONGEST_S) -> str:
-    """Waits until all have given their texts; returns what `decide` makes of them on process 0.
-
-    `decide` must not raise. A `HostError` names the processes that did not come within `timeout` seconds.
-    """
+    """Waits until all have given their texts; returns what `decide`, which must not raise, makes of them."""
     client, me = _client(), jax.process_index()
     _wait(self._key, self._name, timeout, text)
     answer = f"{self._key}:answer"
@@ -79,12 +69,7 @@ class Exchange:
 
 
 def missing_tasks(text: str) -> list[int]:
-  """The processes that the runtime's error names as missing at a barrier, or as dead.
-
-  Example:
-    >>> missing_tasks("UNAVAILABLE: Task 3 heartbeat timeout. This indicates that")
-    [3]
-  """
+  """The processes that the runtime's error names as missing at a barrier, or as dead."""
   found = re.search(r"timed out task names:\s*((?:\d+\s*\n)+)", text)
   numbers = found[1].split() if found else re.findall(r"Task (\d+) heartbeat timeout", text)
   return sorted({int(number) for number in numbers})

@@ -24,17 +24,13 @@ def on_shards(
   out_specs: PyTree,
   axes: Collection[str] | None = None,
 ) -> Callable[..., Any]:
-  """`jax.shard_map` over some axes, by default over all that are not manual yet; `f` itself without a mesh.
-
-  `f` is a function of pytrees of arrays, with one spec for each argument. It places its own collectives and
-  has its own backward pass: JAX checks neither.
-  """
+  """`jax.shard_map` over some axes, by default all that are not manual yet; `f` itself without a mesh."""
+  # `f` places its own collectives and has its own backward pass: JAX checks neither.
   if mesh is None:
     return f
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  manual = {name for name, kind in kinds.items() if kind != AxisType.Manual} if axes is None else set(axes)
+  manual = {*mesh.axis_names} - {*mesh.manual_axes} if axes is None else {*axes}
   # None named is all of them: a `vmap` over an Explicit axis takes it out of the mesh.
-  names: Any = set() if axes is None and AxisType.Manual not in kinds.values() else manual
+  names: Any = set() if axes is None and not mesh.manual_axes else manual
   mapped = jax.shard_map(
     f,
     mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
@@ -59,10 +55,7 @@ def on_shards(
 def laid_out(
   x: jax.Array, mesh: AnyMesh | None, spec: PartitionSpec, axes: Collection[str] | None = None
 ) -> jax.Array:
-  """`x` with the Explicit axes of this spec in its type; `x` itself if no axis is Explicit.
-
-  The spec covers these axes (by default all): other axes stay as they are.
-  """
+  """`x` with the Explicit axes of this spec in its type, of these axes or all; others stay as they are."""
   if mesh is None or AxisType.Explicit not in mesh.axis_types:
     return x
   if axes is not None:
@@ -92,11 +85,9 @@ def auto_sharding(where: NamedSharding) -> NamedSharding:
 def compute_on_auto_axes(
   run: Callable[..., PyTree], mesh: AnyMesh, specs: Callable[[PyTree], PyTree] = lambda _: PartitionSpec()
 ) -> Callable[..., Any]:
-  """`run` with Auto axes in place of `mesh`'s Explicit axes; its arguments and results keep their types.
-
-  It is of pytrees of arrays on `mesh`, to be traced under `jax.jit`. `specs` gives the `PartitionSpec`s of
-  its results, as a prefix of their tree.
-  """
+  """`run` with Auto axes in place of `mesh`'s Explicit axes; its arguments and results keep their types."""
+  # To be traced under `jax.jit`. `specs` gives the `PartitionSpec`s of its results, as a prefix of their
+  # tree.
   auto = auto_mesh(mesh)
 
   @functools.wraps(run)
@@ -112,8 +103,7 @@ def compute_on_auto_axes(
 
 def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
   """The Explicit axes of a spec, which a type can express."""
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  auto = frozenset(str(name) for name, kind in kinds.items() if kind != AxisType.Explicit)
+  auto = frozenset(mesh.axis_names).difference(mesh.explicit_axes)
   return PartitionSpec(*(entry_of(without(axes_of(entry), auto)) for entry in spec))
 
 
@@ -123,10 +113,8 @@ def _drop_type(x: AnyArray) -> Any:
 
 
 def split_batch(x: AnyArray, count: int) -> jax.Array:
-  """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is every `count`-th from `n`.
-
-  Each part stays spread over all devices that split the examples. A scalar is given to each part.
-  """
+  """`[examples, ...]` as `[count, examples / count, ...]`: part `n` is every `count`-th from `n`."""
+  # Each part stays spread over all devices that split the examples. A scalar is given to each part.
   # reshape(count, n) would move the sharding of the batch dim onto the microbatch dim.
   x = jnp.asarray(x)
   if not x.ndim:

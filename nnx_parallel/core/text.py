@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import html
 import math
 import os
@@ -11,8 +10,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -29,12 +28,7 @@ def with_article(noun: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-  """The first names of a long list, for a note; names of equal layers are one of them.
-
-  Example:
-    >>> few(["a", "b", "c", "d", "e"]), few([f"blocks.{n}.up.kernel" for n in range(12)])
-    ('a, b, c and 2 more', 'blocks.*.up.kernel (12)')
-  """
+  """The first names of a long list, for a note; names of equal layers are one: `a, b, c and 2 more`."""
   if len(names) > 3:
     same = collections.Counter(re.sub(r"(?<=\.)\d+(?![^.])|^\d+(?=\.)", "*", name) for name in names)
     names = [f"{name} ({count})" if count > 1 else name for name, count in same.items()]
@@ -50,37 +44,6 @@ _BESIDE = 20
 _PRE = "overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px;margin:0"
 
 
-class Table(NamedTuple):
-  """A table, for text and for pages; a column whose name ends in `>` is right-aligned."""
-
-  title: str
-  columns: tuple[str, ...]
-  rows: list[tuple[str, ...]]
-  note: str = ""
-  """A line below."""
-
-
-def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
-  """A `Table` as text; a last column that is not right-aligned may wrap."""
-  right = [n for n, column in enumerate(columns) if column.endswith(">")]
-  last = len(columns) - 1
-  header = [column.rstrip(">") for column in columns]
-  table = text_table(header, [*rows], right=right, wrap=() if last in right else (last,))
-  return f"{title}\n{table}\n" + (f"{note}\n" if note else "")
-
-
-@functools.singledispatch
-def text_of(report: Any) -> str:
-  """A report as text; the module that writes it registers itself for the type of the report."""
-  raise TypeError(f"no text of {type(report).__name__}")
-
-
-@functools.singledispatch
-def page_of(report: Any) -> str:
-  """A report as an HTML page; registered like `text_of`."""
-  raise TypeError(f"no page of {type(report).__name__}")
-
-
 class Shown:
   """Prints as `str(self)` in notebooks and IPython, which would list the fields of a dataclass."""
 
@@ -89,27 +52,6 @@ class Shown:
 
   def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
     printer.text(str(self))
-
-
-class Paged(Shown):
-  """Has an HTML page, which notebooks show in a frame, so that its style stays its own."""
-
-  def to_html(self) -> str:
-    """One self-contained HTML page."""
-    return page_of(self)
-
-  def _repr_html_(self) -> str:
-    page = html.escape(self.to_html(), quote=True)
-    return (
-      f"<iframe srcdoc='{page}' width='100%' height='700' style='border:0' sandbox='allow-scripts'></iframe>"
-    )
-
-
-def not_counted(operations: Mapping[str, int]) -> str:
-  """A line that names the operations that an estimate left out, or an empty string."""
-  if not operations:
-    return ""
-  return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + "."
 
 
 def page_width() -> int:
@@ -143,25 +85,14 @@ def as_html(text: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-  """Bytes in binary units with four significant digits.
-
-  Example:
-    >>> from nnx_parallel.core.text import format_bytes
-    >>> format_bytes(512), format_bytes(1.5 * 2**20)
-    ('512 B', '1.5 MiB')
-  """
+  """Bytes in binary units with four significant digits: `512 B`, `1.5 MiB`."""
   power = min(max(int(math.log2(abs(count) or 1)) // 10, 0), 4)
   unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
   return f"{count:.0f} B" if power == 0 else f"{count / 1024**power:.4g} {unit}"
 
 
 def format_count(count: float) -> str:
-  """A number with a decimal prefix.
-
-  Example:
-    >>> format_count(989e12), format_count(12)
-    ('989 T', '12')
-  """
+  """A number with a decimal prefix: `989 T`."""
   for prefix in ("", " k", " M", " G", " T", " P"):
     if abs(count) < 1000:
       return f"{count:.3g}{prefix}"
@@ -170,12 +101,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-  """A duration.
-
-  Example:
-    >>> format_seconds(0.0123), format_seconds(3.0)
-    ('12.3 ms', '3.00 s')
-  """
+  """A duration: `12.3 ms`, `3.00 s`."""
   if seconds >= 1:
     return f"{seconds:.2f} s"
   return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
@@ -195,12 +121,7 @@ def format_spec(spec: PartitionSpec) -> str:
 
 
 def number_pattern(name: str) -> str:
-  """A dotted name with `*` for the numbers that count layers.
-
-  Example:
-    >>> number_pattern("blocks.11.layer_3.up.kernel")
-    'blocks.*.layer_*.up.kernel'
-  """
+  """A dotted name with `*` for the numbers that count layers: `blocks.*.layer_*.up.kernel`."""
   return re.sub(r"(?<![^._/])\d+(?=\.|$)", "*", name)
 
 
@@ -214,19 +135,10 @@ def text_table(
   width: int | None = None,
   measure: Sequence[Sequence[str]] | None = None,
 ) -> str:
-  """Aligns rows under a header; by default in a table of `page_width()` columns.
-
-  On a narrow page, columns of prose are printed below their row, and long names continue after a dot.
-
-  Args:
-    header: the title of each column.
-    rows: the cells.
-    right: columns that are aligned to the right.
-    wrap: columns of prose; they share the remaining `width`, and wrap.
-    below: columns that are printed below their row on a narrow page; by default the columns of `wrap`.
-    width: columns of text.
-    measure: rows that decide the widths, for several tables of equal widths.
-  """
+  """Aligns rows under a header, in `width` columns of text, by default those of the page."""
+  # Columns in `wrap` are prose: they share the width that is left, and wrap. On a narrow page, the columns in
+  # `below`, by default those of `wrap`, are printed below their row, and long names continue after a dot.
+  # `measure`: rows that decide the widths, for several tables of equal widths.
   width = width or page_width()
   sizes = [max(len(row[c]) for row in measure or [header, *rows]) for c in range(len(header))]
   every = range(len(header))

@@ -21,19 +21,13 @@ _MOST_NAMED = 8
 
 @dataclasses.dataclass
 class Block:
-  """A block of the function `together`, and what each process says at its end.
+  """A block of the function `together`, and what each process says at its end."""
 
-  Attributes:
-    mine: the JSON value that this process sends to process 0.
-    same: what must be the same on all processes, as pairs of its name and its text.
-    decide: what process 0 makes of the values of all, once all have come without an error.
-    found: after the block, the JSON value that `decide` returned, on each process.
-  """
-
-  mine: Any = None
-  same: tuple[str, str] | None = None
+  mine: Any = None  # the JSON value that this process sends to process 0
+  same: tuple[str, str] | None = None  # what must be the same on all processes: its name and its text
+  # what process 0 makes of the values of all, once all have come without an error
   decide: Callable[[list[Any]], Any] = lambda found: found[0]
-  found: Any = None
+  found: Any = None  # after the block, the JSON value that `decide` returned, on each process
   exchange: Exchange | None = None
 
   def wait_for(self, wait: Callable[[float], object]) -> None:
@@ -49,11 +43,9 @@ class Block:
 
 @contextlib.contextmanager
 def together(name: str = "together") -> Generator[Block]:
-  """A block that fails on every process when it fails on one, so that no process waits forever.
-
-  All processes raise a `DamagedError` or no process does: no process may take an older step alone. Blocks on
-  another thread, which meet the other blocks in any order, have another name. It is one rendezvous.
-  """
+  """A block that fails on every process when it fails on one, so that no process waits forever."""
+  # All processes raise a `DamagedError` or no process does: no process may take an older step alone. Blocks
+  # on another thread, which meet the other blocks in any order, have another name. It is one rendezvous.
   block = Block()
   if jax.process_count() == 1:
     yield block

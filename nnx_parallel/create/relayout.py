@@ -15,10 +15,8 @@ from nnx_parallel.layout.resolve import add_axes
 
 
 def auto_layout(sharding: Sharding) -> Sharding:
-  """The same layout in device memory, on a mesh whose axes are all Auto.
-
-  On Explicit axes each operation would need its output sharding.
-  """
+  """The same layout in device memory, on a mesh whose axes are all Auto."""
+  # On Explicit axes each operation would need its output sharding.
   if not isinstance(sharding, NamedSharding):
     return sharding
   return NamedSharding(auto_mesh(sharding.mesh), sharding.spec)
@@ -37,15 +35,8 @@ def on_auto_axes(array: jax.Array) -> jax.Array:
 
 
 def even_layout(sharding: Sharding, shape: tuple[int, ...], *, keep: bool = False) -> Sharding:
-  """A layout that splits an array over all mesh axes that divide it, along dim 0 if it can, on Auto axes.
-
-  With `keep`, the parts of `sharding`'s layout that divide the global shape stay.
-
-  Example:
-    >>> mesh = auto_mesh(jax.make_mesh((2, 4), ("a", "b")))
-    >>> tuple(even_layout(NamedSharding(mesh, PartitionSpec("b")), (6, 8), keep=True).spec)
-    (None, ('a', 'b'))
-  """
+  """A layout that splits an array over all mesh axes that divide it, along dim 0 if it can, on Auto axes."""
+  # With `keep`, the parts of `sharding`'s layout that divide the global shape stay.
   layout = auto_layout(sharding)
   if not isinstance(layout, NamedSharding):
     return layout
@@ -78,13 +69,7 @@ def is_on_host(sharding: Sharding) -> bool:
 
 
 def layout_text(sharding: Sharding | None) -> str:
-  """A layout as text. Axes of size 1 are left out, so equal texts are equal layouts.
-
-  Example:
-    >>> mesh = jax.make_mesh((2, 1, 4), ("a", "b", "c"))
-    >>> layout_text(NamedSharding(mesh, jax.P(("a", "b"), None, "c")))
-    "P('a', None, 'c') on {'a': 2, 'c': 4}"
-  """
+  """A layout as text. Axes of size 1 are left out, so equal texts are equal layouts."""
   if sharding is None:
     return ""
   where = f" in {sharding.memory_kind}" if is_on_host(sharding) else ""

@@ -27,9 +27,9 @@ from nnx_parallel.decode.options import Args, Options, Used
 from nnx_parallel.decode.prefill import read_several
 from nnx_parallel.decode.rows import dims_of_rows
 from nnx_parallel.errors import DecodeError
+from nnx_parallel.layers.gather import Gather, gather_reads
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
-from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.train.axes import shardings_inside, shardings_outside, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
 

@@ -16,7 +16,7 @@ from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Bound
 from nnx_parallel.decode.loops import Generated
-from nnx_parallel.decode.options import Args, Call, Options, Used, check_count
+from nnx_parallel.decode.options import Args, Call, Options, Used
 from nnx_parallel.decode.sampling import Sampling
 from nnx_parallel.errors import DecodeError
 
@@ -105,7 +105,6 @@ class Generator:
     Raises:
       DecodeError: as in a call.
     """
-    check_count("every", every)
     bound, args = self._prepare(model, prompts, lengths, key, requests, prefix)
     return bound.stream(args, every)
 
@@ -119,19 +118,26 @@ class Generator:
     prefix: AnyArray | None,
   ) -> tuple[Bound, Args]:
     """The program, and its arguments."""
-    prompts, lengths, requests = _check(prompts, lengths, requests)
+    prompts = _check_prompts(prompts)
+    batch, width = prompts.shape
+    of_rows = [
+      None if x is None else _integers(name, np.asarray(x), (batch,), f"one for each of {batch} prompts")
+      for name, x in (("lengths", lengths), ("requests", requests))
+    ]
+    for length in [] if of_rows[0] is None else of_rows[0].tolist():
+      if not 1 <= length <= width:
+        raise DecodeError(
+          f"a prompt has length {length}, and prompts have 1 to {width} tokens.",
+          fix="start an empty prompt with the token that begins a text.",
+        )
+    ahead = None if prefix is None else _integers("the prefix", np.asarray(prefix), (None,), "integers (n,)")
     if key is None and self.options.sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
-    if key is not None and not isinstance(key, jax.Array):
-      raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
-    ahead = None if prefix is None else _check_prefix(prefix)
-    if key is not None and not is_random_key(key):
-      raise DecodeError(
-        f"key= is no PRNG key: {key.dtype}, of shape {key.shape}.", fix="key=jax.random.key(0)"
-      )
+    if key is not None and not (isinstance(key, jax.Array) and is_random_key(key)):
+      raise DecodeError(f"key={key!r:.60} is not a key of JAX.", fix="key=jax.random.key(0)")
     bound = self._bound(model, prompts, 0 if ahead is None else ahead.size)
     with no_mesh():
-      given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests)]
+      given = [None if x is None else bound.place(x) for x in (prompts, *of_rows)]
       given += [None if x is None else bound.place(x, by_row=False) for x in (key, ahead)]
       defaults = bound.defaults(prompts.shape)
     return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
@@ -193,12 +199,8 @@ class Generator:
     args = bound.abstract_args(prompts.shape, padded=True)
     return bound.of_arrays, (args.prompts, args.lengths, args.requests, args.key)
 
-  def _bound(self, model: object, prompts: AnyArray | None = None, ahead: int = 0) -> Bound:
+  def _bound(self, model: nnx.Module, prompts: AnyArray | None = None, ahead: int = 0) -> Bound:
     """The program of a model, for prompts that fit it, with so many tokens ahead of each."""
-    if not isinstance(model, nnx.Pytree):
-      raise DecodeError(
-        f"the model is a {type(model).__name__}, not a live module.", fix="generate(model, prompts)"
-      )
     found = self._bounds.get(model)
     if found is None or not found.binding.watch.same():
       found = self._bounds[model] = Bound(self.options, self.layers, model)
@@ -208,7 +210,7 @@ class Generator:
     return found
 
 
-@check_arguments(DecodeError)
+@check_arguments(DecodeError, max_new_tokens=1, prefill=1, slots=1)
 def generator(
   max_new_tokens: int,
   *,
@@ -288,52 +290,28 @@ def _plain_call(model: nnx.Module, tokens: Any, position: Any) -> jax.Array:
   return model(tokens)
 
 
-def _check_prompts(prompts: AnyArray) -> None:
-  shape, dtype = np.shape(prompts), prompts.dtype if hasattr(prompts, "dtype") else np.asarray(prompts).dtype
-  if len(shape) != 2 or not all(shape) or not jnp.issubdtype(dtype, jnp.integer):
+def _check_prompts(prompts: AnyArray) -> AnyArray:
+  """Prompts, abstract or not, as int32."""
+  return _integers("prompts", prompts, (None, None), "integers (batch, width), the shorter padded")
+
+
+def _integers(name: str, x: AnyArray, shape: tuple[int | None, ...], wanted: str) -> AnyArray:
+  """An array of a shape, of which None is any length but 0, as int32; what is abstract stays as it is."""
+  x = x if hasattr(x, "dtype") else np.asarray(x)
+  fits = len(x.shape) == len(shape) and all(
+    n if m is None else n == m for n, m in zip(x.shape, shape, strict=True)
+  )
+  if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
+    known = ", ".join("n" if n is None else str(n) for n in shape)
     raise DecodeError(
-      f"prompts are {dtype} of shape {shape}, not integers (batch, width).",
-      fix="pad shorter prompts and give lengths=.",
+      f"{name} are {x.dtype} of shape {x.shape}, not {wanted}.",
+      fix=f"{name.split()[-1]}=np.array([...]), integers of shape ({known}).",
     )
-
-
-def _check_prefix(prefix: AnyArray) -> np.ndarray:
-  found = np.asarray(prefix)
-  if found.ndim != 1 or not found.size or not np.issubdtype(found.dtype, np.integer):
-    raise DecodeError(
-      f"the prefix is {found.dtype} of shape {found.shape}, not integers (n,).",
-      fix="pass the tokens that come before all prompts, such as prefix=np.array([...]).",
-    )
-  return _int32("the prefix", found)
-
-
-def _int32(name: str, x: AnyArray) -> AnyArray:
-  """Integers as int32."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x
   limits = np.iinfo(np.int32)
   if isinstance(x, np.ndarray) and (x.min() < limits.min or x.max() > limits.max):
     raise DecodeError(
       f"{name}: {x.min()} to {x.max()} do not fit in int32.", fix="numbers of at most 2,147,483,647."
     )
   return x.astype(np.int32)
-
-
-def _check(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:
-  """The arguments of a call as integers; None for missing arguments."""
-  _check_prompts(prompts)
-  batch, width = np.shape(prompts)
-  found = [_int32("prompts", prompts if hasattr(prompts, "astype") else np.asarray(prompts))]
-  for name, given in (("lengths", lengths), ("requests", requests)):
-    x = None if given is None else np.asarray(given)
-    if x is not None and (x.shape != (batch,) or not np.issubdtype(x.dtype, np.integer)):
-      raise DecodeError(
-        f"{name} are {x.dtype} of shape {x.shape}, not one integer for each of {batch} prompts.",
-        fix=f"{name}=np.array([...]) of shape ({batch},).",
-      )
-    found.append(None if x is None else _int32(name, x))
-  outside = [] if found[1] is None else [int(x) for x in found[1] if not 1 <= x <= width]
-  if outside:
-    raise DecodeError(
-      f"a prompt has length {outside[0]}, and prompts have 1 to {width} tokens.",
-      fix="start an empty prompt with the token that begins a text.",
-    )
-  return found

@@ -6,11 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.sampling import Sampling
-from nnx_parallel.errors import DecodeError
 from nnx_parallel.layers.layers import LayersUsed
 
 Call = Callable[..., Any]
@@ -18,7 +15,7 @@ Call = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The options of `generator`, checked."""
+  """The options of `generator`."""
 
   max_new_tokens: int
   sampling: Sampling
@@ -28,26 +25,6 @@ class Options:
   cache: Callable[[int, int], PyTree] | None
   prefill: int
   slots: int | None
-
-  def __post_init__(self) -> None:
-    check_count("max_new_tokens", self.max_new_tokens)
-    check_count("prefill", self.prefill)
-    if self.slots is not None:
-      check_count("slots", self.slots)
-    wrong = [x for x in self.stop if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
-    if wrong:
-      raise DecodeError(
-        f"the stop token {wrong[0]!r} is a {type(wrong[0]).__name__}, and tokens are integers.",
-        fix="stop=tokenizer.eos_token_id, or a sequence of such numbers.",
-      )
-    if self.padding not in ("right", "left"):
-      raise DecodeError(f"padding={self.padding!r} is not a side.", fix='padding="right" or padding="left".')
-
-
-def check_count(name: str, count: object) -> None:
-  """Raises a `DecodeError` unless a number is a positive integer."""
-  if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-    raise DecodeError(f"{name}={count!r} is out of range.", fix=f"{name}=1 or more, an integer.")
 
 
 class Args(NamedTuple):

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.core.calls import around_calls
 from nnx_parallel.core.types import AnyArray
+from nnx_parallel.layers.calls import around_calls
 
 
 @contextlib.contextmanager

@@ -43,11 +43,6 @@ class Sampler:
           f"a {type(self.source).__name__} has no samples by index (it has no {method}).",
           fix="a grain.MapDataset, a list, or a class with both; or no batch= for an iterable of batches.",
         )
-    if self.size < 1 or self.start < 0 or self.last not in ("drop", "pad", "keep"):
-      raise TrainError(
-        f"there are no batches of batch={self.size}, start={self.start}, last={self.last!r}.",
-        fix='batch from 1 up, start from 0 up, last "drop", "pad" or "keep".',
-      )
 
   @property
   def remainder(self) -> int:

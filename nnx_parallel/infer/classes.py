@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from nnx_parallel.core.classes import Forest
 from nnx_parallel.core.dims import PRODUCTS, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
 from nnx_parallel.core.jaxprs import open_jaxpr
@@ -26,14 +25,10 @@ class Class:
 
 
 class Classes:
-  """The dims of a program's values, in classes.
-
-  Args:
-    jaxpr: the closed jaxpr of the program.
-  """
+  """The dims of a program's values, in classes."""
 
   def __init__(self, jaxpr: Program):
-    self._forest = Forest()
+    self._parents: list[int] = []  # of each node, another node of its class, up to the root: union-find
     self._classes: list[Class] = []
     self._sizes: list[int] = []
     inputs = [self._new(_shape(var.aval)) for var in open_jaxpr(jaxpr).invars]
@@ -50,23 +45,34 @@ class Classes:
   @property
   def inputs(self) -> list[list[int]]:
     """For each input of the program, the class of each dim, as the number of its root."""
-    return [[self._forest.root(node) for node in dims] for dims in self._inputs]
+    return [[self._root(node) for node in dims] for dims in self._inputs]
 
   def __getitem__(self, root: int) -> Class:
     return self._classes[root]
 
   def _new(self, sizes: Iterable[int]) -> Dims:
-    sizes = tuple(sizes)
+    first = len(self._sizes)
     self._sizes += sizes
-    self._classes += [Class({size}) for size in sizes]
-    return tuple(self._forest.new() for _ in sizes)
+    nodes = range(first, len(self._sizes))
+    self._parents += nodes
+    self._classes += [Class({self._sizes[node]}) for node in nodes]
+    return tuple(nodes)
+
+  def _root(self, node: int) -> int:
+    """The node that stands for the class of a node; the way to it is halved each time."""
+    while (parent := self._parents[node]) != node:
+      self._parents[node] = self._parents[parent]
+      node = parent
+    return node
 
   def link(self, one: int, other: int) -> None:
     """Puts two dims into one class: a split of one dim carries over to the other."""
-    first, second = self[self._forest.root(one)], self[self._forest.root(other)]
+    a, b = self._root(one), self._root(other)
+    first, second = self[a], self[b]
     # A dim of size 1 is broadcast, and so not the same dim.
-    if 1 in first.sizes or 1 in second.sizes or self._forest.unite(one, other) is None:
+    if a == b or 1 in first.sizes or 1 in second.sizes:
       return
+    self._parents[b] = a
     first.sizes |= second.sizes
     first.collectives += second.collectives
     first.is_product |= second.is_product
@@ -95,7 +101,7 @@ class Classes:
         if factor not in found.mixed or self._sizes[first] == self._sizes[node]:
           self.link(first, node)
       if is_product or factor in found.reduced:
-        own = self[self._forest.root(first)]
+        own = self[self._root(first)]
         own.is_product |= is_product or factor in found.mixed
         own.collectives += factor in found.reduced
     return results

@@ -26,8 +26,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.checked import check_arrays, shorten_traceback
-from nnx_parallel.core.given import is_count
+from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Names, Path, array_leaves, is_rng, names_of, path_str, value_of, variables
 from nnx_parallel.core.types import Leaf, PyTree
@@ -45,7 +44,7 @@ _TENSOR_AXES = ("tensor", "model", "tp", "mp")
 _FSDP_AXES = ("fsdp", "data", "dp")
 
 
-@shorten_traceback
+@check_arguments(ShardingError, "init", "mesh", min_size=0)
 def infer_rules(
   init: Callable[[], nnx.Module] | nnx.Module,
   mesh: AnyMesh,
@@ -102,15 +101,11 @@ def infer_rules(
   sizes = axis_sizes(mesh)
   tensor = _axis(tensor_axis, _TENSOR_AXES, sizes)
   shard = _axis(fsdp_axis, _FSDP_AXES, sizes)
-  if not is_count(min_size, 0):
-    raise ShardingError(f"min_size={min_size!r:.60} is no number of elements.", fix="min_size=65536")
   if not inputs and call is None:
     raise ShardingError(
       "infer_rules needs example inputs to trace the module with.",
       fix="nxp.infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
     )
-  if call is not None and not callable(call):
-    raise ShardingError(f"call={call!r:.60} is no function.", fix="call=lambda module, x: module.encode(x)")
   check_arrays(ShardingError, "inputs", inputs)
   batch = tuple(axis for axis in sizes if axis in AXES)
   module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).made.node
@@ -171,7 +166,7 @@ class _Asked(LogicalRules):
 def _axis(given: str | None, known: Iterable[str], sizes: dict[str, int]) -> str | None:
   if given is None:
     return next((axis for axis in known if axis in sizes), None)
-  if type(given) is not str or given not in sizes:
+  if given not in sizes:
     raise ShardingError(
       f"infer_rules got the axis {given!r}, which is not in the mesh.",
       details=f"mesh {sizes}",

@@ -72,10 +72,8 @@ class Folder:
 
   @functools.cached_property
   def has_own_head(self) -> bool | None:
-    """Whether the weights have a head that differs from the embedding; None without weights.
-
-    The values decide, as in transformers: files may hold a head although `config.json` ties it.
-    """
+    """Whether the weights have a head that differs from the embedding; None without weights."""
+    # The values decide, as in transformers: files may hold a head although `config.json` ties it.
     if not self.tensors:
       return None
     return self._tied.get(_HEAD) is False  # and not where there is no head
@@ -98,7 +96,8 @@ class Folder:
   def _rule(self, file: str, model: str, *pattern: str) -> Rule:
     """A row of the table, with the dtype that the file has."""
     sizes = {"d": _head_size(self.config)} if pattern and re.search(r"\bd\b", pattern[0]) else {}
-    stored = {one.dtype for one in self._matching(file)}
+    named = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(file)))
+    stored = {array.dtype for name, array in self.tensors.items() if named.fullmatch(name)}
     dtype = np.dtype(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
     if len(stored) == 1 and all(map(is_real, stored)):
       (dtype,) = stored
@@ -124,10 +123,6 @@ class Folder:
       if not any(new in file for file in self.tensors):
         name = name.replace(new, old)
     return name
-
-  def _matching(self, file: str) -> list[Tensor]:
-    pattern = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(file)))
-    return [array for name, array in self.tensors.items() if pattern.fullmatch(name)]
 
   @functools.cached_property
   def _tied(self) -> dict[str, bool]:

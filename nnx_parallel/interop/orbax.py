@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -201,13 +200,11 @@ def _place(array: AnyArray, match: LeafPair) -> AnyArray:
 
 
 def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: int, pad: bool) -> PyTree:
-  """Reads some arrays of one item by Orbax, each process its own shards; with `pad`, into larger arrays.
-
-  `tree` has a struct in place of each array (without a sharding: for numpy), or `PLACEHOLDER`.
-  """
+  """Reads some arrays of one item by Orbax, each process its own shards; with `pad`, into larger arrays."""
+  # `tree` has a struct in place of each array (without a sharding: for numpy), or `PLACEHOLDER`.
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.
-  largest = max(map(_bytes_of_one_shard, wanted), default=0)
+  largest = max(map(array_io.bytes_of_shard, wanted), default=0)
   context = ocp.Context()
   context.memory_options.read_concurrent_bytes = max(byte_budget, largest + 1)
   context.array_options.loading.enable_padding_and_truncation = pad
@@ -237,8 +234,3 @@ def _abstract(leaf: Leaf) -> AnyArray:
   # np.empty reserves addresses, not memory.
   is_host = isinstance(leaf, jax.ShapeDtypeStruct) and not leaf.sharding
   return np.empty(leaf.shape, leaf.dtype) if is_host else leaf
-
-
-def _bytes_of_one_shard(target: jax.ShapeDtypeStruct) -> int:
-  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
-  return math.prod(shape) * target.dtype.itemsize

@@ -80,10 +80,8 @@ class Tensor:
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
-    """Writes a part of the array, one run of consecutive bytes after another.
-
-    A memory map would write full pages, and so the bytes of other processes in the same file.
-    """
+    """Writes a part of the array, one run of consecutive bytes after another."""
+    # A memory map would write full pages, and so the bytes of other processes in the same file.
     if not values.size:
       return
     ends = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]

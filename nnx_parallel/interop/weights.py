@@ -77,10 +77,8 @@ class Transform:
     return [*jnp.unstack(array)] if split else [array]
 
   def spec_of_file(self, leaf: PartitionSpec, rank: int) -> PartitionSpec:
-    """The spec of an array of the file with `rank` dims, so that its rule moves nothing between devices.
-
-    Each dim gets the axes of the leaf's dim that starts with the same axis of the pattern.
-    """
+    """The spec of an array of the file with `rank` dims, so that its rule moves nothing between devices."""
+    # Each dim gets the axes of the leaf's dim that starts with the same axis of the pattern.
     entries = [*([None] if self.cut else []), *leaf]
     if "..." in self.pattern:
       return PartitionSpec()
@@ -225,7 +223,7 @@ class Group:
     """Makes leaves of the model, of these layers or all, from the arrays of the file, ordered as `names`."""
     kept = self.layers if layers is None else layers
     structs = [wanted[path].struct for path in kept.values()]
-    outs = tuple(_auto_struct(struct) for struct in structs)
+    outs = tuple(x.update(sharding=x.sharding and auto_layout(x.sharding)) for x in structs)
     if self.rule.transform == _COPY and _is_placed(sources[0], outs[0]):
       made = sources
     else:
@@ -515,10 +513,8 @@ def import_arrays(
   weight_map: WeightMap,
   skip: Iterable[str],
 ) -> Any:
-  """Makes a model, and its optimizer, from the arrays that `sources` finds; each process reads its share.
-
-  An error on one process is raised on all. Leaves that `skip` names and random state are initialised.
-  """
+  """Makes a model, and its optimizer, from the arrays that `sources` finds; each process reads its share."""
+  # An error on one process is raised on all. Leaves that `skip` names and random state are initialised.
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]
 
@@ -634,11 +630,6 @@ def _program(
     return [pad(made[i].astype(out.dtype), out.shape) for i, out in zip(kept, outs, strict=True)]
 
   return jax.jit(make, out_shardings=[out.sharding for out in outs])
-
-
-def _auto_struct(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  layout = None if struct.sharding is None else auto_layout(struct.sharding)
-  return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=layout)
 
 
 def _is_placed(source: Any, out: jax.ShapeDtypeStruct) -> bool:

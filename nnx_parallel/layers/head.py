@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 
 from nnx_parallel.attention.find import is_opened
 from nnx_parallel.attention.softmaxes import Softmaxes, named_dims
+from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, finite, push
 from nnx_parallel.core.interpret import inline_calls, interpret
 from nnx_parallel.core.jaxprs import (
   among,
@@ -34,10 +35,9 @@ from nnx_parallel.core.jaxprs import (
   trace_like,
   without_unused,
 )
-from nnx_parallel.core.picks import is_pick, is_row_pick, pick
-from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, describe, finite, push
 from nnx_parallel.core.types import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.picks import is_pick, is_row_pick, pick
 from nnx_parallel.layers.row_statistics import (
   COLUMNS,
   EXPONENTIALS,

@@ -7,7 +7,7 @@ positions of what comes in and goes out are split (arXiv:2205.05198):
 
   x = block(x)   ->   x = jit[name=layer:Block:blocks.0](checkpoint(body))(Variables of block, x)
 
-The modules must be copies that belong to the trace, as `nnx.merge` makes them: `core/calls.py` carries the
+The modules must be copies that belong to the trace, as `nnx.merge` makes them: `layers/calls.py` carries the
 mark to each call.
 """
 
@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.calls import around_calls
 from nnx_parallel.core.jaxprs import (
   CALLS,
   MARK,
@@ -43,6 +42,7 @@ from nnx_parallel.core.jaxprs import (
 from nnx_parallel.core.layers import Layers, modules_of
 from nnx_parallel.core.nodes import Path, is_key, path_str
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
+from nnx_parallel.layers.calls import around_calls
 from nnx_parallel.layers.remat import Remat, checkpoint_layer
 from nnx_parallel.layout.constrain import split_positions
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from nnx_parallel.attention.tiling import BlockNumbers, Node, Tiles, fill, finite, tie
 from nnx_parallel.core.jaxprs import bind, is_inexact
-from nnx_parallel.core.tiles import BlockNumbers, Node, Tiles, fill, finite, tie
 from nnx_parallel.core.types import JaxprEqn, PyTree, TreeDef
 
 COLUMNS = "columns"

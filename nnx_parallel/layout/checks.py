@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -23,10 +22,8 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
-  """Finds output projections with the query's names, which flax passes on unless they have their own.
-
-  Logical names are an error; mesh axes are valid, though probably unintended, and give a note.
-  """
+  """Finds output projections with the query's names, which flax passes on unless they have their own."""
+  # Logical names are an error; mesh axes are valid, though probably unintended, and give a note.
   notes: list[str] = []
   for path, module in iter_nodes(model):
     if not isinstance(module, nnx.MultiHeadAttention):
@@ -129,7 +126,7 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Settings) -> l
   by_rule = [row for row in rows if row.decision.source == "path rule"]
   matched = [(row, matching_rule((row.path, *row.aliases), rules)) for row in by_rule]
   notes: list[str] = []
-  pairs = zip(rows, leaves, strict=True)
+  pairs: list[tuple[LeafPlan, Leaf]] = [*zip(rows, leaves, strict=True)]
   short = [
     (row.name, own.short)
     for row, x in pairs
@@ -146,7 +143,8 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Settings) -> l
     matrices = [row for row in rows if row.is_parameter and len(row.shape) > 1]
     left_out = [row.name for row in matrices if row.decision.source in ("fallback", "replicated")]
     notes += [f"without tensor parallelism, since no path rule names them: {few(left_out)}"] * bool(left_out)
-  keys = [f"{row.name} {key}" for row, leaf in zip(rows, leaves, strict=True) for key in _other_keys(leaf)]
+  written = [(row.name, x.get_metadata()) for row, x in pairs if isinstance(x, nnx.Variable)]
+  keys = [f"{name} {key}={own[key]!r}" for name, own in written for key in sorted(OTHER_KEYS & own.keys())]
   if keys:
     notes.append(f"metadata that flax does not read (an annotation is out_sharding=...): {few(keys)}")
   unknown = dict.fromkeys(
@@ -179,8 +177,3 @@ def check_use(
   idle = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in said]
   work = f"no array and no rule uses {few(idle)}: these devices repeat the same work, unless an option of"
   return notes * bool(unread) + [f"{work} the step (pipeline=) or a layer uses them"] * bool(idle)
-
-
-def _other_keys(leaf: Leaf) -> list[str]:
-  metadata: Mapping[str, Any] = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
-  return [f"{key}={metadata[key]!r}" for key in sorted(OTHER_KEYS & metadata.keys())]

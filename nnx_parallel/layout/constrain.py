@@ -157,10 +157,9 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 
 
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
-  """The scope of the plans that Variables were made from; None without a plan.
-
-  The plans may have different rules, but not (`TrainError`) other meshes, axes of the batch or of positions.
-  """
+  """The scope of the plans that Variables were made from; None without a plan."""
+  # The plans may have different rules, but not (`TrainError`) other meshes, axes of the batch or of
+  # positions.
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
   scopes = dict.fromkeys(scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None)
   found = dict.fromkeys(dataclasses.replace(scope, own=()) for scope in scopes)
@@ -232,10 +231,9 @@ def axes_of_maps() -> frozenset[str]:
 
 
 def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
-  """The axes of `mapped_axes`: a `jax.shard_map` over other axes must be manual over them too.
-
-  The rule for `vmap` splits the arrays of a `shard_map` over them; on an Explicit mesh it follows the types.
-  """
+  """The axes of `mapped_axes`: a `jax.shard_map` over other axes must be manual over them too."""
+  # The rule for `vmap` splits the arrays of a `shard_map` over them; on an Explicit mesh it follows the
+  # types.
   return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else axes_of_maps()
 
 
@@ -289,8 +287,7 @@ def active_mesh(*arrays: Leaf) -> ActiveMesh:
     check_active(scope.mesh if scope else None, "in scope")
     for x in map(value_of, arrays):
       check_active(_own_mesh(x), "of an array")
-  kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
+  manual = frozenset(() if mesh is None else map(str, mesh.manual_axes))
   rules, apart = (scope.rules, scope.apart) if scope else (LogicalRules(), frozenset[str]())
   return ActiveMesh(mesh, rules, manual, axes_of_maps(), apart)
 
@@ -336,12 +333,13 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   active = jax.sharding.get_abstract_mesh()
   mesh = _mesh(x, scope, active)
   if mesh is None:
-    _check_names(names, scope)
+    if scope is not None:  # there is no layout, but a name may be misspelt
+      axes = {axis: 1 for options in scope.rules.values() for option in options for axis in option}
+      resolve_spec(names, (1,) * len(names), axes, scope.rules, path="an activation")
     return x
   if scope is None:
     _check_own_mesh(x, names, mesh)
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  manual = {name for name, kind in kinds.items() if kind == AxisType.Manual or name in _MAPPED.value}
+  manual = {*mesh.manual_axes, *(name for name in mesh.axis_names if name in _MAPPED.value)}
   explicit = AxisType.Explicit in mesh.axis_types
   spec = _spec(names, shape, mesh, scope, manual, explicit)
   if len(manual) == len(mesh.axis_names):
@@ -349,7 +347,13 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   if not isinstance(x, Tracer):
     # Outside of jit no compiler can choose the layout of the dim: it is not split.
     placed = PartitionSpec(*(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec))
-    return jax.device_put(x, NamedSharding(_concrete(mesh), placed))
+    if isinstance(mesh, AbstractMesh):
+      raise MeshError(
+        "a real array cannot be laid out on an abstract mesh.",
+        details=f"mesh {axis_sizes(mesh)}",
+        fix="nxp.use_rules(rules, nxp.make_mesh(...)), or trace the call with jax.eval_shape.",
+      )
+    return jax.device_put(x, NamedSharding(mesh, placed))
   # If the scope has devices, arguments without a mesh must not decide them.
   known = scope.mesh if scope is not None and isinstance(scope.mesh, Mesh) and not manual else mesh
   target = NamedSharding(known, spec) if active.empty or known is not mesh else spec  # pyright: ignore[reportArgumentType]
@@ -436,13 +440,6 @@ def _spec(
   return PartitionSpec(*entries)
 
 
-def _check_names(names: tuple[Entry, ...], scope: Scope | None) -> None:
-  """Finds a misspelt name also without a mesh, where there is no layout."""
-  if scope is not None:
-    axes = {axis: 1 for options in scope.rules.values() for option in options for axis in option}
-    resolve_spec(names, (1,) * len(names), axes, scope.rules, path="an activation")
-
-
 def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
   unknown = [name for name in axes_in(names) if name not in sizes]
   if unknown:
@@ -452,13 +449,3 @@ def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
       fix="with plan.scope(): ... or with nxp.use_rules(rules, mesh): ... around the call;\n"
       "a step finds the rules of the plans that its models were made from.",
     )
-
-
-def _concrete(mesh: AnyMesh) -> Mesh:
-  if isinstance(mesh, AbstractMesh):
-    raise MeshError(
-      "a real array cannot be laid out on an abstract mesh.",
-      details=f"mesh {axis_sizes(mesh)}",
-      fix="nxp.use_rules(rules, nxp.make_mesh(...)), or trace the call with jax.eval_shape.",
-    )
-  return mesh

@@ -55,17 +55,14 @@ class Settings(NamedTuple):
 
 
 class Named(NamedTuple):
-  """The names of an array and their origin; `names` is None where a path rule replicates it.
+  """The names of an array and their origin."""
 
-  `short` are names from metadata that are fewer than dims.
-  """
-
-  names: Names | None
+  names: Names | None  # None where a path rule replicates the array
   logical: LogicalRules
   source: Source
   reason: str
   step: str
-  short: Names = ()
+  short: Names = ()  # names from metadata that are fewer than dims
 
 
 class Offered(NamedTuple):
@@ -176,7 +173,8 @@ def _find_names(paths: tuple[Path, ...], leaf: Leaf, given: Settings) -> Named |
   own = names_of(leaf, where=where)
   short = own.short if own is not None else ()
   matched = matching_rule(paths, given.rules) if own is None or short else None
-  if own is not None and (matched is None or (matched[1].names or ())[-len(short) :] != short):
+  completes = matched is not None and (matched[1].names or ())[-len(short) :] == short
+  if own is not None and not completes:
     reason, step = f"names {_shown(own.names)}", f"from its metadata: {own.names}"
     if own.rules:
       logical = logical.replace(own.rules)
@@ -210,12 +208,7 @@ def unknown_names(names: Names, given: Settings) -> list[Entry]:
 
 
 def _extend(
-  found: Resolution,
-  shape: Sequence[int],
-  fallback: Fallback,
-  leaf: Leaf,
-  offered: Offered,
-  given: Settings,
+  found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, offered: Offered, given: Settings
 ) -> tuple[Extended, str, str]:
   """`extend_spec`, the reason, and its effect in brief."""
   stored = [size + extra for size, extra in zip(shape, found.padding, strict=True)]
@@ -243,11 +236,7 @@ def _fallback_row(path: Path, leaf: Leaf, offered: Offered, given: Settings) -> 
 
 
 def optimizer_rows(
-  optimizer: Trace,
-  model: Iterable[LeafPlan],
-  given: Settings,
-  *,
-  memory_kind: str | None,
+  optimizer: Trace, model: Iterable[LeafPlan], given: Settings, *, memory_kind: str | None
 ) -> Iterator[LeafPlan]:
   """Decides the state of an optimizer: it follows the parameters, and is stored in this memory."""
   by_path = {row.path: row for row in model}
@@ -344,12 +333,7 @@ def _array(leaf: Leaf, where: str) -> AnyArray:
 
 
 def abbreviated(pattern: str | tuple[str, ...]) -> str | tuple[str, ...]:
-  """A rule's pattern for a table; a long one ends after one of its alternatives.
-
-  Example:
-    >>> abbreviated(("attn|attention|self_attention", "c_attn|qkv|q_proj|k_proj|query|key", "kernel"))
-    ('attn|attention|…', 'c_attn|qkv|…', 'kernel')
-  """
+  """A rule's pattern for a table; a long one ends after one of its alternatives: `attn|attention|…`."""
   if isinstance(pattern, tuple):
     return tuple(_cut(part, 16) for part in pattern)
   return _cut(pattern, 32)
@@ -363,8 +347,7 @@ def _cut(text: str, size: int) -> str:
 
 
 def _shown(names: Names | None) -> str:
-  parts = ["-" if n is None else n if isinstance(n, str) else "+".join(n) for n in names or ()]
-  return f"({', '.join(parts)})"
+  return f"({', '.join('+'.join(axes_of(name)) or '-' for name in names or ())})"
 
 
 def _brief(found: Extended, rows: int | None) -> str:
@@ -384,7 +367,7 @@ def _drop_padding(names: Names, shape: tuple[int, ...], found: Resolution) -> Re
   for name, size, entry, extra in zip(names, shape, found.spec, found.padding, strict=True):
     entries.append(None if extra else entry)
     if extra and name is not None:
-      shown = name if isinstance(name, str) else "+".join(name)
+      shown = "+".join(axes_of(name))
       steps.append(f"{shown!r} -> replicated: {size} would be padded, which only an nnx.Variable hides")
   return Resolution(PartitionSpec(*entries), (0,) * len(shape), tuple(steps))
 
@@ -392,14 +375,14 @@ def _drop_padding(names: Names, shape: tuple[int, ...], found: Resolution) -> Re
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
   """Names whose first candidate would split their dim, although the dim is replicated."""
   return [
-    name if isinstance(name, str) else "+".join(name)
+    "+".join(axes_of(name))
     for name, entry in zip(names, spec, strict=True)
     if name is not None and entry is None and _first_choice(name, logical)
   ]
 
 
 def _first_choice(name: str | tuple[str, ...], logical: LogicalRules) -> tuple[str, ...]:
-  parts = (name,) if isinstance(name, str) else name
+  parts = axes_of(name)
   if logical.unknown == "replicate":
     parts = tuple(part for part in parts if part in logical)
   return tuple(axis for part in parts for axis in (logical[part][0] if part in logical else (part,)))

@@ -22,11 +22,9 @@ import jax
 import optax
 
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.interpret import Facts, facts_of, read, run_operations, values_of
 from nnx_parallel.core.nodes import Path, path_str, plain_path
 from nnx_parallel.core.types import JaxprEqn, Leaf, PyTree, TreeDef
-from nnx_parallel.errors import PlanError
 
 Space = jax.memory.Space
 
@@ -36,22 +34,11 @@ GROUP_BYTES = 8 * 2**20
 _AHEAD = 2  # groups in flight: one is fetched while another is computed or returned
 
 
-def check_kind(kind: str | None) -> None:
-  """Raises a `PlanError` unless compiled programs can return arrays in this memory."""
-  if not is_one_of(kind, (None, "device", "pinned_host")):
-    raise PlanError(
-      f"optimizer_memory={kind!r} is not a memory that state can be fetched from.",
-      fix='optimizer_memory="pinned_host", or None for the device\'s own.',
-    )
-
-
 def stream(
   tx: optax.GradientTransformation, rows: Mapping[str, tuple[Path | None, int]]
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation that also takes state in host memory: fetched, updated and put back, group by group.
-
-  `rows`: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
-  """
+  """Makes a transformation also take state in host memory: fetched, updated and put back by groups."""
+  # `rows`: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
   inner = accept_extra(tx)
 
   def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

@@ -87,12 +87,10 @@ def copies(shapes: Mapping[Path, Shape | None], parameters: Mapping[Path, Shape]
 def layout_after_parameter(
   parameter: LeafPlan, shape: tuple[int, ...]
 ) -> tuple[PartitionSpec, tuple[int, ...], str]:
-  """Gives an optimizer array the layout of its parameter: `(spec, padding, why)`.
-
-  The same shape gets the same spec (moments). Additional leading dims are replicated (the history of L-BFGS).
-  If the array has some of the parameter's dims, by size and in order, these keep their axes (the factored
-  moments of Adafactor and SM3). Any other array is replicated.
-  """
+  """Gives an optimizer array the layout of its parameter: `(spec, padding, why)`."""
+  # The same shape gets the same spec (moments). Additional leading dims are replicated (the history of
+  # L-BFGS). If the array has some of the parameter's dims, by size and in order, these keep their axes (the
+  # factored moments of Adafactor and SM3). Any other array is replicated.
   own, extra = parameter.shape, len(shape) - len(parameter.shape)
   kept: Sequence[int | None] | None
   if shape == own:
@@ -110,10 +108,8 @@ def layout_after_parameter(
 def zero_axes(
   zero: int, axes: Sequence[str] | str | None, batch: Sequence[str], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-  """The mesh axes, major to minor, over which a ZeRO stage splits the optimizer state; () for stage 0.
-
-  `axes` is the user's choice; None takes those of the batch. Source: ZeRO, arXiv:1910.02054.
-  """
+  """The mesh axes, major to minor, over which a ZeRO stage splits the optimizer state; () for stage 0."""
+  # `axes` is the user's choice; None takes those of the batch. Source: ZeRO, arXiv:1910.02054.
   if zero == 3:
     raise PlanError(
       "zero=3 splits the parameters too, which the rules decide.",
@@ -160,10 +156,8 @@ def add_zero_axes(
 
 
 def matching_dims(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, ...] | None:
-  """The dim of a parameter, or None, for each dim of an array, by size and in order; None for another array.
-
-  Sizes of 1 match no dim: they are summed dims or placeholders.
-  """
+  """For each dim of an array, the dim of a parameter, by size and in order, or None; else None."""
+  # Sizes of 1 match no dim: they are summed dims or placeholders.
   kept: list[int | None] = []
   start = 0
   for size in shape:

@@ -374,14 +374,6 @@ _PLACEMENTS: weakref.WeakValueDictionary[Hashable, Placement] = weakref.WeakValu
 """Equal placements are one object, since steps are compiled for its identity."""
 
 
-def no_constructor() -> PlanError:
-  """The error for a plan that was read from JSON, without its constructor."""
-  return PlanError(
-    "this plan was read from JSON, without its constructor, so it cannot build a module.",
-    fix="nxp.plan(init, mesh, rules).",
-  )
-
-
 def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
   """Raises a `PlanError` unless `plan` is a plan, with a constructor if the `call` creates."""
   if not isinstance(plan, Plan):
@@ -391,7 +383,10 @@ def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
       fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",
     )
   if creates and not plan.abstract:
-    raise no_constructor()
+    raise PlanError(
+      "this plan was read from JSON, without its constructor, so it cannot build a module.",
+      fix="nxp.plan(init, mesh, rules).",
+    )
 
 
 def check_structure(

@@ -22,7 +22,7 @@ from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit, no_mesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError, ShardingError
-from nnx_parallel.layout import offload, optimizer_layout
+from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import (
   check_attention,
@@ -159,10 +159,8 @@ def plan(
 def plan_with_traces(
   init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
 ) -> tuple[Plan, dict[Root, Trace]]:
-  """Like `plan`; also returns the traces, for a caller that creates the model right away.
-
-  A plan does not keep them: data that `init` reads (a seed, a table) may change before a later creation.
-  """
+  """Like `plan`; also returns the traces, for a caller that creates the model right away."""
+  # A plan does not keep them: data that `init` reads (a seed, a table) may change before a later creation.
   _check_options(mesh, rules, options)
   tx, wrt, zero = options.get("optimizer"), options.get("wrt", nnx.Param), options.get("zero", 0)
   uneven: Uneven = options.get("uneven", "error")
@@ -179,7 +177,10 @@ def plan_with_traces(
   without_effect += check_rules(rows, model, given)
   state: list[LeafPlan] = []
   if tx is not None:
-    axes = _axes_of_zero(zero, options.get("zero_axes"), batch, given)
+    zero_axes = options.get("zero_axes")
+    if zero and zero_axes is None and batch is None:
+      raise no_batch_axes(ruleset, given.sizes)
+    axes = optimizer_layout.zero_axes(zero, zero_axes, batch or (), given.sizes)
     traces["optimizer"] = trace_optimizer(model, tx, wrt)
     kind = options.get("optimizer_memory")
     kind = None if kind == "device" else kind
@@ -235,7 +236,11 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   if (zero or zero_axes is not None) and tx is None:
     option = f"zero={zero}" if zero else f"zero_axes={zero_axes!r}"
     raise PlanError(f"{option} splits optimizer state, but there is no optimizer.", fix=fix)
-  offload.check_kind(memory)
+  if not is_one_of(memory, (None, "device", "pinned_host")):  # what compiled programs can return arrays in
+    raise PlanError(
+      f"optimizer_memory={memory!r} is not a memory that state can be fetched from.",
+      fix='optimizer_memory="pinned_host", or None for the device\'s own.',
+    )
   if memory is not None and tx is None:
     what = f"optimizer_memory={memory!r} places optimizer state, but there is no optimizer."
     raise PlanError(what, fix=fix)
@@ -263,14 +268,6 @@ def _with_context(rules: RuleSet) -> RuleSet:
         fix="keep one of them.",
       )
   return rules.replace({**around, **rules.logical}) if around else rules
-
-
-def _axes_of_zero(
-  zero: int, axes: Sequence[str] | str | None, batch: tuple[str, ...] | None, given: Settings
-) -> tuple[str, ...]:
-  if zero and axes is None and batch is None:
-    raise no_batch_axes(given.rules, given.sizes)
-  return optimizer_layout.zero_axes(zero, axes, batch or (), given.sizes)
 
 
 def _notes(

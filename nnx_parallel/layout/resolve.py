@@ -18,7 +18,6 @@ from nnx_parallel.core.nodes import Names
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.logical import (
-  UNEVEN,
   Candidate,
   First,
   LogicalRules,
@@ -82,8 +81,6 @@ def resolve_spec(
     >>> nxp.resolve_spec(("embed", "mlp"), (8, 32), {"fsdp": 4, "tensor": 2}, rules).spec
     P('fsdp', 'tensor')
   """
-  if uneven not in UNEVEN:
-    raise ShardingError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   array = _Array(
     path, tuple(names), tuple(shape), dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
   )
@@ -251,12 +248,10 @@ def add_axes(
   whole: Container[int] = (),
   pad: bool = False,
 ) -> Extended:
-  """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state.
-
-  All axes go to the largest free dim that they divide, else to the dim with the largest remaining size,
-  behind its own axes. If they jointly divide no dim, the largest subset that divides one comes first; `pad`
-  pads a dim instead. `rows`, of a look-up table, is tried first, and dims in `whole` are not split.
-  """
+  """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state."""
+  # All axes go to the largest free dim that they divide, else to the dim with the largest remaining size,
+  # behind its own axes. If they jointly divide no dim, the largest subset that divides one comes first; `pad`
+  # pads a dim instead. `rows`, of a look-up table, is tried first, and dims in `whole` are not split.
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
   added: list[tuple[Candidate, int]] = []
   while left := tuple(axis for axis in axes if not any(axis in entry for entry in entries)):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import no_mesh
-from nnx_parallel.core.nodes import Path, array_leaves
+from nnx_parallel.core.nodes import Path, array_leaves, parts_of_type
 from nnx_parallel.core.shards import pin
 from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, Model, Optimizer, PyTree
@@ -50,27 +49,8 @@ class Placement:
             leaf.set_raw_value(kept)
 
 
-_PLACEMENT: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)
-
-
-def placement_in_use() -> Placement | None:
-  """The shardings of the plan whose optimizer is being updated; None without a plan."""
-  return _PLACEMENT.get()
-
-
-@contextlib.contextmanager
-def _in_use(placement: Placement | None) -> Generator[None]:
-  token = _PLACEMENT.set(placement)
-  try:
-    yield
-  finally:
-    _PLACEMENT.reset(token)
-
-
-def per_matrix_states(state: PyTree) -> Iterator[PerMatrixState]:
-  """The states of `parallel.per_matrix` in the state of an optimizer."""
-  nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, PerMatrixState))
-  return (node for node in nodes if isinstance(node, PerMatrixState))
+IN_USE: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)
+"""The shardings of the plan whose optimizer is being updated; None without a plan."""
 
 
 class ShardedOptimizer(nnx.Optimizer[M]):
@@ -154,10 +134,13 @@ def plain_update(
 
 
 def _update(optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]) -> optax.Updates:
-  with _in_use(placement_of(optimizer)):
+  token = IN_USE.set(placement_of(optimizer))
+  try:
     if isinstance(optimizer, ShardedOptimizer):
       return nnx.Optimizer.update(optimizer, model, grads, **extra)
     return optimizer.update(model, grads, **extra)
+  finally:
+    IN_USE.reset(token)
 
 
 def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool:
@@ -165,7 +148,7 @@ def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool
   params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
   if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
     return False
-  if any(per_matrix_states(optimizer.opt_state)):
+  if parts_of_type(optimizer.opt_state, PerMatrixState):
     return True
   known = {(kind.shape, kind.sharding.spec) for kind in params}
   shapes = {kind.shape for kind in params}
@@ -176,10 +159,8 @@ def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool
 def _update_on_auto_axes(
   optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]
 ) -> optax.Updates:
-  """Lets the compiler choose the layouts inside optax, and returns every array in its old layout.
-
-  The loss cannot be called there, since it was traced for Explicit axes.
-  """
+  """Lets the compiler choose the layouts inside optax, and returns every array in its old layout."""
+  # The loss cannot be called there, since it was traced for Explicit axes.
   functions = {name: _no_function for name, value in extra.items() if callable(value)}
   extra = {name: value for name, value in extra.items() if name not in functions}
   graphdef, state = nnx.split((model, optimizer))

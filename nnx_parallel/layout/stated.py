@@ -31,6 +31,7 @@ from nnx_parallel.core.jaxprs import (
   has_rule,
   is_call,
   is_checkpoint,
+  map_shards_as,
   open_jaxpr,
   program_of,
 )
@@ -82,7 +83,8 @@ class _Plain:
     if is_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
       return interpret(program_of(eqn), inputs, self._run)
     if eqn.primitive.name == "shard_map":
-      return self._map(eqn, inputs)
+      program, mesh = eqn.params["jaxpr"], auto_mesh(eqn.params["mesh"])
+      return map_shards_as(eqn, lambda *parts: interpret(program, parts, self._run), mesh)(*inputs)
     changed: dict[str, Any] = {key: None for key in _SAYS if key in eqn.params}
     new = [(inner.key, self.program(inner.program)) for inner in wiring(eqn).inner]
     changed |= dict(new)
@@ -94,15 +96,3 @@ class _Plain:
       params = eqn.primitive.get_bind_params(change_params(eqn, changed))
       results = eqn.primitive.bind(*inputs, **params)
     return results if eqn.primitive.multiple_results else [results]
-
-  def _map(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    params: Any = eqn.params
-    function = jax.shard_map(
-      lambda *parts: interpret(params["jaxpr"], parts, self._run),
-      mesh=auto_mesh(params["mesh"]),
-      in_specs=tuple(params["in_specs"]),
-      out_specs=list(params["out_specs"]),
-      axis_names=params["newly_manual_axes"],
-      check_vma=params["check_vma"],
-    )
-    return function(*inputs)

@@ -26,6 +26,7 @@ from nnx_parallel.core.nodes import (
   iter_nodes,
   kind_of,
   merge,
+  parts_of_type,
   path_str,
   value_of,
   variables,
@@ -34,7 +35,7 @@ from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import ClosedJaxpr, Leaf, Model, PyTree, State, Var
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
-from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, per_matrix_states
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.stated import stated_specs, without_shardings
 
 NEEDS_VALUES = (
@@ -158,10 +159,8 @@ def state_paths(state: PyTree) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def _quick_errors() -> Generator[None]:
-  """Keeps tracing linear in the number of operations under jax 0.10: a 70B decoder took 300 s in place of 20.
-
-  flax asks each assigned array for its sharding, and a tracer searches the trace for an error's text then.
-  """
+  """Keeps tracing linear in the number of operations under jax 0.10: a 70B decoder took 300 s, not 20."""
+  # flax asks each assigned array for its sharding, and a tracer searches the trace for an error's text then.
   if jax.__version_info__ >= (0, 12):
     yield
     return
@@ -180,11 +179,9 @@ def _quick_errors() -> Generator[None]:
 
 
 def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
-  """Runs a constructor under a trace, in which it may name the axes of `mesh`, of their own types.
-
-  flax (0.12) treats an array that was assigned to an attribute without `nnx.data` as static under a trace, so
-  that the tracer leaks. Here it is data, as it is eagerly.
-  """
+  """Runs a constructor under a trace, in which it may name the axes of `mesh`, of their own types."""
+  # flax (0.12) treats an array that was assigned to an attribute without `nnx.data` as static under a trace,
+  # so that the tracer leaks. Here it is data, as it is eagerly.
   active: Any = AbstractMesh((), ()) if mesh is None else getattr(mesh, "abstract_mesh", mesh)
   try:
     with (
@@ -237,10 +234,8 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
 
 
 def plain_variables() -> contextlib.AbstractContextManager[object]:
-  """Makes Variables of the plain kind, also where flax's defaults are hijax Variables or references.
-
-  Flax cannot return either of them from a trace, not even from `nnx.jit`: see tests/test_upstream.py.
-  """
+  """Makes Variables of the plain kind, also where flax's defaults are hijax Variables or references."""
+  # Flax cannot return either of them from a trace, not even from `nnx.jit`: see tests/test_upstream.py.
   return nnx.var_defaults(hijax=False, ref=False)
 
 
@@ -334,11 +329,9 @@ def _check_static(path: Path, name: str, value: object) -> None:
 def make_optimizer(
   model: nnx.Module, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter
 ) -> ShardedOptimizer[Any]:
-  """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
+  """Builds an optimizer in which each Variable holds exactly one array; updates work as before."""
 
-  flax puts the state of a parameter into one Variable: of several arrays (SM3) it becomes a list.
-  """
-
+  # flax puts the state of a parameter into one Variable: of several arrays (SM3) it becomes a list.
   def is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
@@ -431,11 +424,10 @@ _MATRICES = "counts_matrices"
 
 
 def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter) -> Trace:
-  """Traces the optimizer of an abstract module.
-
-  optax builds state by `jax.tree.map` over a State of Variables, and so keeps the metadata of each, whatever
-  wraps, masks or factors it. Plain arrays in a copy of the parameters' tree, or a part of it, belong to them.
-  """
+  """Traces the optimizer of an abstract module."""
+  # optax builds state by `jax.tree.map` over a State of Variables, and so keeps the metadata of each,
+  # whatever wraps, masks or factors it. Plain arrays in a copy of the parameters' tree, or a part of it,
+  # belong to them.
   check_transformation(tx)
   if not jax.tree.leaves(model.chosen(wrt)):
     raise nothing_selected(wrt, model)
@@ -448,7 +440,7 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.
       if isinstance(leaf, nnx.Variable):
         leaf.set_metadata(_ORIGIN, path)
     optimizer = make_optimizer(traced, tx, wrt)
-    for state in per_matrix_states(optimizer.opt_state):
+    for state in parts_of_type(optimizer.opt_state, optimizer_layout.PerMatrixState):
       for leaf in jax.tree.leaves(state.groups, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         leaf.set_metadata(_MATRICES, True)
     for path, leaf in variables(optimizer).items():

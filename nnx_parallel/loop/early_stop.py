@@ -7,12 +7,11 @@ import math
 from typing import Literal
 
 from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 
 
-@check_arguments(TrainError, "mode")
+@check_arguments(TrainError, patience=1, min_delta=0)
 @dataclasses.dataclass
 class EarlyStop:
   """Ends a run when a metric has not improved for a while.
@@ -32,12 +31,6 @@ class EarlyStop:
   min_delta: float = 0.0
   best: float | None = None
   waited: int = 0
-
-  def __post_init__(self) -> None:
-    if not is_one_of(self.mode, ("min", "max")) or self.patience < 1 or self.min_delta < 0:
-      raise TrainError(
-        f"{self} cannot stop a run.", fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.'
-      )
 
   @check_arguments(TrainError)
   def update(self, record: AnyMetrics) -> bool:

@@ -28,7 +28,7 @@ from nnx_parallel.core.checked import warn
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.processes import Exchange
-from nnx_parallel.core.text import format_bytes, not_counted, with_article
+from nnx_parallel.core.text import format_bytes, with_article
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.create.relayout import on_auto_axes
 from nnx_parallel.errors import TrainError
@@ -44,6 +44,7 @@ from nnx_parallel.loop.progress import StepClock, StepProgress
 from nnx_parallel.loop.sums import MetricSums, check_several_batches, is_scalar
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.program.cost import cost
+from nnx_parallel.report.tables import not_counted
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
 

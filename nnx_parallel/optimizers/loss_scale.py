@@ -33,12 +33,9 @@ class LossScaleState(NamedTuple):
   skipped: jax.Array  # the total number of steps whose gradients were not finite
 
 
-@check_arguments(TrainError)
+@check_arguments(TrainError, growth_interval=1)
 def with_loss_scale(
-  tx: optax.GradientTransformation,
-  *,
-  initial: float = 2.0**15,
-  growth_interval: int = 2000,
+  tx: optax.GradientTransformation, *, initial: float = 2.0**15, growth_interval: int = 2000
 ) -> optax.GradientTransformationExtraArgs:
   """Adds a dynamic loss scale to an optimizer, for computing in float16.
 
@@ -83,8 +80,6 @@ def with_loss_scale(
     )
   if not _MINIMUM <= initial <= _MAXIMUM:
     raise TrainError(f"initial={initial} is not between {_MINIMUM} and {_MAXIMUM}.", fix="initial=2.0**15")
-  if growth_interval < 1:
-    raise TrainError(f"growth_interval={growth_interval} is not a number of steps.", fix="1 or more.")
   inner = accept_extra(tx)
 
   def init(params: PyTree) -> LossScaleState:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.core.checked import check_arguments, warn
 from nnx_parallel.core.nodes import path_str, value_of
-from nnx_parallel.core.types import Leaf, Model
+from nnx_parallel.core.types import Model
 from nnx_parallel.errors import TrainError
 from nnx_parallel.optimizers.loss_scale import with_loss_scale
 from nnx_parallel.optimizers.wrappers import with_masters
@@ -219,7 +219,9 @@ class Precision:
       else:
         _set_layer(layer, self.output if hits else self.compute, self.parameters)
       if isinstance(layer, nnx.MultiHeadAttention):
-        self._set_attention(layer)
+        wider = jnp.finfo(self.softmax).bits > jnp.finfo(self.compute).bits
+        if wider and layer.dropout_rate and layer.attention_fn is nnx.dot_product_attention:
+          layer.attention_fn = functools.partial(_attention, softmax=self.softmax)
     if unused:
       raise TrainError(
         f"output_layers {sorted(unused)} match no layer of {type(module).__name__}.",
@@ -228,23 +230,14 @@ class Precision:
       )
     for _, leaf in nnx.iter_graph(module):
       if isinstance(leaf, nnx.Param):
-        _cast(leaf, self.norms if id(leaf) in norms else self.parameters)
-
-  def _set_attention(self, layer: nnx.MultiHeadAttention) -> None:
-    wider = jnp.finfo(self.softmax).bits > jnp.finfo(self.compute).bits
-    if wider and layer.dropout_rate and layer.attention_fn is nnx.dot_product_attention:
-      layer.attention_fn = functools.partial(_attention, softmax=self.softmax)
+        value, dtype = value_of(leaf), self.norms if id(leaf) in norms else self.parameters
+        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
+          leaf.set_raw_value(value.astype(dtype))
 
 
 def _set_layer(layer: Any, compute: DTypeLike, parameters: DTypeLike) -> None:
   if hasattr(layer, "dtype") and hasattr(layer, "param_dtype"):
     layer.dtype, layer.param_dtype = compute, parameters
-
-
-def _cast(leaf: Leaf, dtype: DTypeLike) -> None:
-  value = value_of(leaf)
-  if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
-    leaf.set_raw_value(value.astype(dtype))
 
 
 def _attention(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import html
 import json
 import math
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, explicit_axes, no_mesh
 from nnx_parallel.core.nodes import path_str, variables
-from nnx_parallel.core.text import Paged, text_of
+from nnx_parallel.core.text import Shown
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.decode.generate import Generator
@@ -71,6 +73,32 @@ class Sent(NamedTuple):
   per_device: int
   times: int
   exposed: int
+
+
+@functools.singledispatch
+def text_of(report: Any) -> str:
+  """A report as text; the module that writes it registers itself for the type of the report."""
+  raise TypeError(f"no text of {type(report).__name__}")
+
+
+@functools.singledispatch
+def page_of(report: Any) -> str:
+  """A report as an HTML page; registered like `text_of`."""
+  raise TypeError(f"no page of {type(report).__name__}")
+
+
+class Paged(Shown):
+  """Has an HTML page, which notebooks show in a frame, so that its style stays its own."""
+
+  def to_html(self) -> str:
+    """One self-contained HTML page."""
+    return page_of(self)
+
+  def _repr_html_(self) -> str:
+    page = html.escape(self.to_html(), quote=True)
+    return (
+      f"<iframe srcdoc='{page}' width='100%' height='700' style='border:0' sandbox='allow-scripts'></iframe>"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import Table, format_array, format_bytes, format_spec, page_of
+from nnx_parallel.core.text import format_array, format_bytes, format_spec
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.show.text import grouped
-from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.compile_report import CompileReport, page_of
 from nnx_parallel.report.memory import MemoryPlan
 from nnx_parallel.report.tables import (
+  Table,
   arguments_table,
   head,
   peak_table,

@@ -20,15 +20,22 @@ from typing import Any, NamedTuple, cast
 import jax
 from flax import nnx
 
+from nnx_parallel.attention.flow import (
+  Flow,
+  constraint,
+  flow_facts,
+  follow_flows,
+  result_axes,
+  shard_map_axes,
+)
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
-from nnx_parallel.core.flow import Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
-from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, is_literal, wiring
+from nnx_parallel.core.interpret import Facts, facts_of, is_literal
 from nnx_parallel.core.jaxprs import CALLS, inner_equations, nbytes, open_jaxpr, program_of
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.text import Shown, format_bytes, render
+from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Leaf, LossFn, Program, PyTree, Var
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_layers, with_stages
@@ -40,6 +47,7 @@ from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.inputs import batch_structs, check_batch, state_categories
+from nnx_parallel.report.tables import render
 from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.gradients import check_divides
 from nnx_parallel.train.loss_call import call_loss
@@ -127,7 +135,7 @@ class MemoryPlan(Shown):
     )
 
 
-@check_arguments(ReportError)
+@check_arguments(ReportError, microbatches=1)
 def memory_plan(
   plan: Plan,
   loss: LossFn,
@@ -180,8 +188,6 @@ def memory_plan(
   """
   check_plan(plan, "nxp.memory_plan(plan, loss_fn, batch)")
   check_arrays(ReportError, "batch", batch)
-  if microbatches < 1:
-    raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   saved = trace_saved(
     plan, loss, batch, remat=remat, layers=layers, pipeline=stages, microbatches=microbatches
@@ -351,7 +357,7 @@ def _activations(plan: Plan, saved: Saved, batch: Sequence[jax.ShapeDtypeStruct]
 
 
 def _layouts(batch_axes: frozenset[str]) -> Facts[Flow]:
-  """The layout of each array of a trace, as train steps hold it (`core/flow.py`)."""
+  """The layout of each array of a trace, as train steps hold it (`attention/flow.py`)."""
 
   def follow(eqn: JaxprEqn, inputs: list[Flow]) -> Sequence[Flow]:
     name, data = eqn.primitive.name, any(flow.data for flow in inputs)
@@ -361,13 +367,9 @@ def _layouts(batch_axes: frozenset[str]) -> Facts[Flow]:
       manual = frozenset(eqn.params["newly_manual_axes"])
       specs = zip(eqn.params["out_specs"], result_axes(eqn, inputs), strict=True)
       return [Flow(shard_map_axes(spec, axes, manual), data) for spec, axes in specs]
-    if wiring(eqn).inner:
-      return DEFAULT
     if name == "sharding_constraint":
       return [Flow(constraint(eqn, inputs[0].axes), data)]
-    if (product := meeting(eqn)) is not None:
-      return [Flow(product.meet(inputs[0], inputs[1], batch_axes).axes, data)]
-    return [Flow(axes, data) for axes in result_axes(eqn, inputs)]
+    return follow_flows(eqn, inputs, batch_axes)
 
   return flow_facts(follow)
 

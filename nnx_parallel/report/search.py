@@ -22,13 +22,10 @@ from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import (
   Shown,
-  Table,
   format_bytes,
   format_count,
   hang,
-  not_counted,
   page_width,
-  render,
 )
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
@@ -41,6 +38,7 @@ from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.inputs import batch_structs, check_batch
 from nnx_parallel.report.memory import MemoryPlan, Saved, count_memory, flat_loss, structs_of, trace_saved
+from nnx_parallel.report.tables import Table, not_counted, render
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.step import train_step
@@ -178,7 +176,7 @@ class SearchResult(Shown):
     return json.dumps(body, indent=2)
 
 
-@check_arguments(ReportError)
+@check_arguments(ReportError, max_microbatches=1)
 @no_mesh()
 def search(
   init: Callable[[], nnx.Module],
@@ -243,11 +241,6 @@ def search(
     >>> result.best.mesh_text
     'fsdp=16'
   """
-  if max_microbatches < 1:
-    raise ReportError(
-      f"max_microbatches={max_microbatches} leaves nothing to try: a batch has at least one part.",
-      fix="max_microbatches=1 for one microbatch only.",
-    )
   check_arrays(ReportError, "batch", batch)
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline

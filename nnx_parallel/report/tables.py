@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from nnx_parallel.core.text import (
-  Table,
   format_bytes,
   format_count,
   format_seconds,
-  not_counted,
-  render,
-  text_of,
+  text_table,
 )
-from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.compile_report import CompileReport, text_of
 from nnx_parallel.report.program.peak import PeakBuffer
 from nnx_parallel.report.program.replicated import SHARE, ReplicatedActivation
 
 _ROWS = 12
 _BUFFERS = 6
+
+
+class Table(NamedTuple):
+  """A table, for text and for pages; a column whose name ends in `>` is right-aligned."""
+
+  title: str
+  columns: tuple[str, ...]
+  rows: list[tuple[str, ...]]
+  note: str = ""
+  """A line below."""
+
+
+def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+  """A `Table` as text; a last column that is not right-aligned may wrap."""
+  right = [n for n, column in enumerate(columns) if column.endswith(">")]
+  last = len(columns) - 1
+  header = [column.rstrip(">") for column in columns]
+  table = text_table(header, [*rows], right=right, wrap=() if last in right else (last,))
+  return f"{title}\n{table}\n" + (f"{note}\n" if note else "")
+
+
+def not_counted(operations: Mapping[str, int]) -> str:
+  """A line that names the operations that an estimate left out, or an empty string."""
+  if not operations:
+    return ""
+  return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + "."
 
 
 @text_of.register

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.given import are_texts, is_count
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.logical import Candidate, candidate_of
 
@@ -31,7 +30,7 @@ class Fallback:
     return f"fsdp({axis!r}, min_size={self.min_size}, extend={self.extend})"
 
 
-@check_arguments(ShardingError)
+@check_arguments(ShardingError, min_size=0)
 def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend: bool = True) -> Fallback:
   """A fallback that shards the largest free dim that `axis` divides (ZeRO-3).
 
@@ -66,12 +65,6 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
   axes = candidate_of(axis)
   if not axes:
     raise ShardingError("fsdp() needs a mesh axis.", fix='nxp.fsdp("fsdp")')
-  if not are_texts(axes) or not is_count(min_size, 0) or type(extend) is not bool:
-    raise ShardingError(
-      "fsdp() takes mesh axes, a number of elements, and whether it extends names.",
-      details=f"axis {axis!r:.60}, min_size {min_size!r:.60}, extend {extend!r:.60}",
-      fix='nxp.fsdp("fsdp", min_size=65536, extend=True)',
-    )
   if len(set(axes)) != len(axes):
     raise ShardingError(
       f"fsdp({axes!r}) names an axis twice.", fix=f"nxp.fsdp({tuple(dict.fromkeys(axes))!r})"

@@ -29,10 +29,10 @@ from nnx_parallel.attention.blocks import Way
 from nnx_parallel.attention.call import attend, check_shapes
 from nnx_parallel.attention.kernels import kernel_in_use
 from nnx_parallel.attention.tiles import Share
+from nnx_parallel.attention.tiling import DimName, Grid
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
-from nnx_parallel.core.tiles import DimName, Grid
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes
@@ -42,7 +42,7 @@ from nnx_parallel.schemes.tokens import check_not_mapped
 How = Literal["ring", "ulysses"]
 
 
-@check_arguments(SchemeError, window=range(1, 2**31))
+@check_arguments(SchemeError, window=range(1, 2**31), block=range(1, 2**31))
 def context_attention(
   axis: str = "context",
   *,
@@ -132,17 +132,12 @@ class ContextAttention:
   heads_axis: str | None = None
 
   def __post_init__(self) -> None:
-    if self.how not in ("ring", "ulysses"):
-      raise SchemeError(f"how={self.how!r} is not a way to attend.", fix='how="ring" or how="ulysses"')
     if self.heads_axis is not None and (self.how != "ring" or self.heads_axis in (self.axis, "")):
       raise SchemeError(
         f"heads_axis={self.heads_axis!r} is not a second mesh axis beside the axis of a ring.",
         details=f"axis={self.axis!r}, how={self.how!r}",
         fix='nxp.parallel.context_attention("context", how="ring", heads_axis="heads")',
       )
-    for name, value in {"window": self.window, "block": self.block}.items():
-      if value is not None and (type(value) is not int or value < 1):
-        raise SchemeError(f"{name}={value!r} is not a number of positions.", fix=f"{name}=512, for example")
 
   def __call__(
     self,
@@ -373,12 +368,11 @@ def _attention(
 ) -> jax.Array:
   """Attention of global arrays `[batch, length, heads, head_dim]`, on Auto axes."""
   run = functools.partial(_on_auto_axes, sequence, [*by_position])
-  mesh = jax.sharding.get_abstract_mesh()
-  explicit = [axis for axis in mesh.axis_names if is_explicit_here(axis)]
+  explicit = jax.sharding.get_abstract_mesh().explicit_axes
   if explicit:
     layout = jax.typeof(q).sharding.spec
     on_auto: Any = jax.sharding.auto_axes
-    run = on_auto(run, axes=tuple(explicit), out_sharding=layout)
+    run = on_auto(run, axes=explicit, out_sharding=layout)
   return run(q, k, v, *by_position.values())
 
 

@@ -21,7 +21,6 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import NamedTuple
 
 import jax
@@ -44,7 +43,7 @@ TILE = 128
 """The number of rows of a grouped product is a multiple of this, as the kernel of TPUs needs it."""
 
 
-@check_arguments(SchemeError)
+@check_arguments(SchemeError, block=1)
 def experts(
   expert_fn: ExpertFn,
   parameters: PyTree,
@@ -123,7 +122,7 @@ def experts(
   weights: PyTree = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
   count, top_k = routing.load.shape[0], routing.weights.shape[-1]
   check_expert_fn(expert_fn)
-  _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer, "block": block})
+  _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer})
   around = active_mesh(x, *leaves)
   sizes = {} if around.mesh is None else axis_sizes(around.mesh)
   taken = around.manual | around.mapped
@@ -611,8 +610,6 @@ def _check_shapes(
       raise SchemeError(f"{name}={value!r} is not a number above 0.", fix=f"{name}=2, for example.")
   if options["capacity"] == math.inf:
     raise SchemeError("capacity=inf is not a number of slots.", fix="no capacity=, which drops no token.")
-  if type(options["block"]) not in (int, NoneType):
-    raise SchemeError(f"block={options['block']!r} is not a number of rows.", fix="block=512, for example.")
   found, count = routing.experts.shape, routing.load.shape[0]
   if x.ndim < 2 or x.shape[:-1] != found[:-1] or routing.weights.shape != found or 0 in found:
     raise SchemeError(

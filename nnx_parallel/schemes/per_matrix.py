@@ -25,7 +25,7 @@ from nnx_parallel.core.shards import compute_on_auto_axes, on_shards, pin
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.optimizer_layout import PerMatrixState, group_name, matrix_axes
-from nnx_parallel.layout.sharded_optimizer import Placement, placement_in_use
+from nnx_parallel.layout.sharded_optimizer import IN_USE, Placement
 
 
 @check_arguments(SchemeError, "dims")
@@ -98,7 +98,7 @@ def per_matrix(
         "per_matrix was called in a shard_map, where each device has its own part of a matrix.",
         fix="call optimizer.update outside of the shard_map, under jax.jit.",
       )
-    placement = placement_in_use()
+    placement = IN_USE.get()
     mesh = None if placement is None else next(where.mesh for where in placement.model.values())
     extra = {name: x for name, x in extra.items() if isinstance(x, jax.Array | float) and not jnp.ndim(x)}
     # A parameter may have another dtype than its gradient; `init` knew the parameters only.

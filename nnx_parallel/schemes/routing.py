@@ -93,7 +93,7 @@ def route(
     raise SchemeError(
       "route needs the logits of all experts, and got a number.", fix="nxp.parallel.route(router(x), 2)"
     )
-  _check(logits, top_k, score, bias, groups, top_groups, mask)
+  _check(logits, top_k, bias, groups, top_groups, mask)
   count, logits = logits.shape[-1], logits.astype(jnp.float32)
   if mask is not None:  # padding may be NaN
     mask = jnp.asarray(mask, bool)[..., None]
@@ -149,7 +149,6 @@ def _best(scores: jax.Array, count: int) -> list[jax.Array]:
 def _check(
   logits: jax.Array | np.ndarray,
   top_k: int,
-  score: Score,
   bias: jax.Array | np.ndarray | None,
   groups: int,
   top_groups: int,
@@ -157,8 +156,6 @@ def _check(
 ) -> None:
   """Raises a `SchemeError` for arguments of `route` that do not fit."""
   count = logits.shape[-1]
-  if score not in ("softmax", "sigmoid"):
-    raise SchemeError(f"score={score!r} makes no scores of logits.", fix='score="softmax" or "sigmoid".')
   if not 1 <= top_k <= count:
     raise SchemeError(
       f"each token cannot choose {top_k} of {count} experts.", fix=f"top_k from 1 to {count}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 
 
-@check_arguments(SchemeError, shards=range(1, 2**20))
+@check_arguments(SchemeError, shards=range(1, 2**20), block=range(1, 2**31))
 def zigzag(
   tree: PyTree,
   shards: int,
@@ -69,9 +68,6 @@ def zigzag(
     >>> nxp.parallel.zigzag(np.arange(8)[None], 2, segment_ids=ids, block=1)
     array([[1, 4, 0, 5, 2, 3, 6, 7]])
   """
-  for name, value in {"shards": shards, "block": block}.items():
-    if not isinstance(value, numbers.Integral) or value < 1:
-      raise SchemeError(f"{name}={value!r} is not a number from 1 up.", fix=f"{name}=8, for example.")
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     if not is_array(x) or not -x.ndim <= dim < x.ndim:
       raise SchemeError(

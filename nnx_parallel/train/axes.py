@@ -88,10 +88,8 @@ def shardings_outside(binding: Binding) -> Shardings:
 
 
 def shardings_inside(outside: Shardings, run: Callable[..., PyTree], *args: Any) -> Shardings:
-  """The shardings in a program that calls `run(*args)`; it is traced to see whether it states shardings.
-
-  The program raises all other errors too, and explains them.
-  """
+  """The shardings in a program that calls `run(*args)`; it is traced to see whether it states shardings."""
+  # The program raises all other errors too, and explains them.
   inside = outside.on_auto_axes()
   if inside is outside:
     return outside
@@ -189,10 +187,7 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_types(
-  run: Callable[..., PyTree],
-  outside: Shardings,
-  inside: Shardings,
-  specs: Callable[[PyTree], PyTree],
+  run: Callable[..., PyTree], outside: Shardings, inside: Shardings, specs: Callable[[PyTree], PyTree]
 ) -> Callable[..., Any]:
   """A program of arrays in the layout `outside` that computes `inside`; `specs`: of its results."""
   return run if inside.mesh == outside.mesh else compute_on_auto_axes(run, outside.mesh, specs)

@@ -34,24 +34,17 @@ current_trace: Callable[[], object] = get_opaque_trace_state
 
 
 class Template:
-  """The structure of some modules and optimizers, live or abstract, which rebuilds them around other arrays.
-
-  Attributes:
-    paths: the paths of the leaves, in order: Variables, and arrays outside of Variables.
-    leaves: the Variables and arrays themselves.
-    variables: the positions of Variables with an array.
-    raw: the positions of raw arrays, which are arguments of a program and are not written back.
-    constants: position -> NumPy array, or a Variable's value that is not an array (optax's `MaskedNode`).
-  """
+  """The structure of some modules and optimizers, live or abstract, to rebuild them around other arrays."""
 
   def __init__(self, objects: Model):
     self.graphdef: nnx.GraphDef[Any] = nnx.split(objects)[0]
     flat = variables(objects)
-    self.paths: list[Path] = list(flat)
+    self.paths: list[Path] = list(flat)  # of Variables, and of arrays outside of Variables
     self.leaves: list[Leaf] = list(flat.values())
     self.index: dict[Path, int] = {path: i for i, path in enumerate(self.paths)}
-    self.variables: list[int] = []
-    self.raw: list[int] = []
+    self.variables: list[int] = []  # the positions of Variables with an array
+    self.raw: list[int] = []  # of raw arrays: arguments of a program that are not written back
+    # Position -> NumPy array, or a Variable's value that is not an array (optax's `MaskedNode`).
     self.constants: dict[int, AnyArray] = {}
     for i, leaf in enumerate(self.leaves):
       if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
@@ -128,15 +121,6 @@ class Binding:
 
   Names of `roots` start the paths in messages. `planned` are shardings of replaced layers. `move`: arrays
   without a mesh are moved to the mesh of the others, in the live Variables.
-
-  Attributes:
-    labels: the dotted paths of all leaves.
-    shardings: the pinned shardings of all leaves; None where nothing is pinned.
-    variable_labels: the dotted paths in the order of `read`.
-    variable_shardings: the pinned shardings in the order of `read`.
-    raw: the arrays outside of Variables.
-    mesh: the mesh of all shardings, or None.
-    scope: the scope of the plan that the Variables were made from, if there is one.
   """
 
   def __init__(
@@ -148,14 +132,15 @@ class Binding:
   ):
     self.names = tuple(roots)
     self.template = Template(tuple(roots.values()))
-    self.labels = [self.label(path) for path in self.template.paths]
+    self.labels = [self.label(path) for path in self.template.paths]  # of all leaves
     leaves = self.template.leaves
     self.raw: list[AnyArray] = [leaves[i] for i in self.template.raw]
     self._own = self.template.variables
     self.variables: list[Variable] = [leaves[i] for i in self._own]
-    self.variable_labels = [self.labels[i] for i in self._own]
+    self.variable_labels = [self.labels[i] for i in self._own]  # in the order of `read`
     self._check_plain()
     self.watch = Watch(roots)
+    # The pinned shardings of all leaves; None where nothing is pinned.
     self.shardings = [_sharding_of(value_of(leaf)) for leaf in self.template.leaves]
     self.mesh = _common_mesh(self.labels, self.shardings)
     self.scope = scope_of(self.variables)
@@ -288,11 +273,9 @@ def _where(
 
 
 def as_pinned(value: AnyArray, where: NamedSharding | None, **options: Any) -> AnyArray:
-  """An array with the layout spelled as a program expects; the array itself if the layouts differ.
-
-  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. An array without devices is put on
-  Explicit axes, where `jit` would not give it the type of the program. `options` are for `jax.device_put`.
-  """
+  """An array with the layout spelled as a program expects; the array itself if the layouts differ."""
+  # `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. An array without devices is put on
+  # Explicit axes, where `jit` would not give it the type of the program. `options` are for `jax.device_put`.
   own = _sharding_of(value)
   is_loose = own is None and not getattr(value, "committed", False)
   if is_loose and where is not None and is_explicit(where.mesh):

@@ -142,10 +142,8 @@ class Bound(Binding):
       ) from error
 
   def place(self, batch: PyTree, *, abstract: bool = False) -> PyTree:
-    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them.
-
-    With `abstract`, they become `ShapeDtypeStruct`s, as do `ShapeDtypeStruct`s without shardings.
-    """
+    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them."""
+    # With `abstract`, they become `ShapeDtypeStruct`s, as do `ShapeDtypeStruct`s without shardings.
     mesh, scope = self.mesh, self.scope
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
       if isinstance(x, np.ndarray):

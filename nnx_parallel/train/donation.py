@@ -50,6 +50,7 @@ def run(
   program: Callable[..., Iterable[PyTree]], variables: Sequence[Variable], *args: PyTree
 ) -> Iterator[PyTree]:
   """Runs a program, writes all or none of its first results into the Variables, and returns the rest."""
+  # `map` calls `program(*args)` when the first result is asked for, from C.
   results = chain.from_iterable(map(program, *[(arg,) for arg in args]))
   list(map(_SLOT.__set__, variables, results))
   return results

@@ -56,12 +56,10 @@ class UnknownDraw(Exception):
 def draw_rows(
   run: Callable[..., PyTree], draws: Draws, times: int, parts: int, sharding: NamedSharding
 ) -> Callable[..., PyTree]:
-  """`run` for one replica's examples, with random numbers as one device draws them for all `parts` replicas.
+  """`run` for one replica's examples, with random numbers as one device draws them for all replicas."""
 
-  The result is to be mapped by `jax.vmap` over the replicas, with axis name `REPLICA`. The draws were noted
-  for `times` times the examples of one replica; `sharding` is of dim 0, a dim of replicas.
-  """
-
+  # The result is to be mapped by `jax.vmap` over the replicas, with axis name `REPLICA`. The draws were noted
+  # for `times` times the examples of one replica; `sharding` is of dim 0, a dim of replicas.
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Any:
     if eqn.primitive.name not in DRAWS:
       return DEFAULT

@@ -19,8 +19,8 @@ from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import join_batch, pin, split_batch
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.layout.constrain import mapped_axes
-from nnx_parallel.layout.gather import Gather
 from nnx_parallel.optimizers.wrappers import widen
 from nnx_parallel.train.draws import DRAWS, REPLICA, Draws, UnknownDraw, draw_rows
 from nnx_parallel.train.linearity import factors
@@ -135,11 +135,9 @@ class Accumulation:
   def map_replicas(
     self, batch: PyTree, layout: StepLayout, axes: tuple[str, ...]
   ) -> tuple[Arrays, Terms, Arrays]:
-    """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end.
-
-    A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
-    gather next to another batch axis, jax 0.12.0.1).
-    """
+    """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end."""
+    # A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them
+    # (a gather next to another batch axis, jax 0.12.0.1).
     replicas = _replicas(layout.mesh, axes)
     inner = tuple(axis for axis in layout.batch if axis not in axes)
 
@@ -178,18 +176,14 @@ def whole_batch(loss: Differentiable, batch: PyTree, layout: StepLayout) -> Tota
 def in_microbatches(
   loss: Differentiable, batch: PyTree, count: int, layout: StepLayout, reduction: DTypeLike | None = None
 ) -> Total:
-  """Gradients summed over `count` microbatches in a scan; a pipeline takes `loss.parts` microbatches at once.
-
-  Microbatch `m` is every `count`-th example from `m` on, so that each microbatch stays spread over all
-  devices. Where the model is replicated over mesh axes that split the batch, each replica sums its own
-  gradients, and they are reduced once, after the scan. This needs a loss that is a mean or a sum over
-  examples, changes no Variable by its examples (batch statistics), and has no sharding constraint of jax over
-  those axes (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how`
-  gives the reason. In both cases the numbers equal the numbers on one device.
-
-  Sums are added up, so the objective must not divide by counts. `reduction` is the dtype in which replicas
-  that hold the full model sum their gradients; None: float32.
-  """
+  """Gradients summed over `count` microbatches in a scan; a pipeline takes `loss.parts` of them at once."""
+  # Microbatch `m` is every `count`-th example from `m` on, so that each microbatch stays spread over all
+  # devices. Where the model is replicated over mesh axes that split the batch, each replica sums its own
+  # gradients, and they are reduced once, after the scan. This needs a loss that is a mean or a sum over
+  # examples, changes no Variable by its examples (batch statistics), and has no sharding constraint of jax
+  # over those axes (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and
+  # `Total.how` gives the reason. In both cases the numbers equal the numbers on one device. `reduction` is
+  # the dtype in which replicas that hold the full model sum their gradients; None: float32.
   check_divides(batch, count * loss.parts, layout.shards)
   axes, why = _replica_axes(batch, count * loss.parts, layout)
   once, why = _compare(loss, batch, count, layout, axes) if axes else (None, why)
@@ -292,7 +286,7 @@ def _compare(
 def _as_replica(
   mesh: Mesh, axes: tuple[str, ...], *, alone: bool
 ) -> contextlib.AbstractContextManager[object]:
-  """Traces as `Accumulation.manual` does if `alone`, else as `Accumulation.mapped` does."""
+  """Traces as `Accumulation.sum_on_devices` does if `alone`, else as `Accumulation.map_replicas` does."""
   if not alone:
     return mapped_axes(axes)
   kinds = dict.fromkeys(mesh.axis_names, AxisType.Manual)
@@ -302,10 +296,8 @@ def _as_replica(
 def slope_of(
   loss: Differentiable, tangents: Arrays, batch: PyTree, count: int | None
 ) -> tuple[PyTree, PyTree]:
-  """The mean loss of a batch, and its derivative along `tangents` by forward mode.
-
-  `count` as in `in_microbatches`, or None for the full batch at once.
-  """
+  """The mean loss of a batch, and its derivative along `tangents` by forward mode."""
+  # `count` as in `in_microbatches`, or None for the full batch at once.
   if count is None:
     slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.rest, batch)
     return mean(found.sums["loss"], found.counts["loss"]), slope
@@ -320,22 +312,16 @@ def slope_of(
 
 
 def _jvp(
-  objective: Objective,
-  trained: Arrays,
-  tangents: Arrays,
-  rest: Arrays,
-  part: PyTree,
+  objective: Objective, trained: Arrays, tangents: Arrays, rest: Arrays, part: PyTree
 ) -> tuple[PyTree, PyTree]:
   _, slope, found = jax.jvp(lambda train: objective(train, rest, part), (trained,), (tangents,), has_aux=True)
   return slope, found
 
 
 def loss_of(loss: Differentiable, batch: PyTree, count: int) -> PyTree:
-  """The mean loss of a batch, part by part, for optimizers that evaluate it.
+  """The mean loss of a batch, part by part, for optimizers that evaluate it."""
 
-  It can be differentiated: each part is then recomputed, so only one part is kept at a time.
-  """
-
+  # It can be differentiated: each part is then recomputed, so only one part is kept at a time.
   def part_of(part: PyTree) -> tuple[PyTree, PyTree]:
     found = loss.objective(loss.train, loss.rest, part)[1][0]
     return found.sums["loss"], found.counts["loss"]
@@ -350,10 +336,8 @@ def loss_of(loss: Differentiable, batch: PyTree, count: int) -> PyTree:
 
 
 def check_divides(batch: PyTree, count: int, shards: int = 1) -> None:
-  """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them.
-
-  The error proposes a batch whose microbatches `shards` devices can split.
-  """
+  """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them."""
+  # The error proposes a batch whose microbatches `shards` devices can split.
   leaves = [(name, jnp.shape(leaf)) for name, leaf in named_leaves(batch) if jnp.ndim(leaf)]
   for name, shape in leaves:
     size = shape[0]

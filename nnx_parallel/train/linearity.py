@@ -92,13 +92,11 @@ class _Mixed(Exception):
 def factors(
   part: Program, whole: Program, parts: int, splits: Sequence[bool], wanted: Sequence[str]
 ) -> tuple[list[float], Draws, str]:
-  """How the results for a batch follow from those for its parts, by closed jaxprs of one part, and of all.
-
-  `splits`: for each flat input, whether the parts split its dim 0; else all get the same. `wanted`: for each
-  flat result, the `"mean"` or `"sum"` of the parts' results, their `"rows"`, one after the other, or the
-  `"same"`, whatever the examples. Returns the factor of each, the random numbers for the examples, and why
-  some result does not follow: empty if all do.
-  """
+  """How the results for a batch follow from those for its parts, by closed jaxprs of one part, and of all."""
+  # `splits`: for each flat input, whether the parts split its dim 0; else all get the same. `wanted`: for
+  # each flat result, the "mean" or "sum" of the parts' results, their "rows", one after the other, or the
+  # "same", whatever the examples. Returns the factor of each, the random numbers for the examples, and why
+  # some result does not follow: empty if all do.
   pair = _Pair(parts)
   found: list[float] = []
   facts = [*zip(pair.walk(part, whole, [ROWS if x else SAME for x in splits]), wanted, strict=True)]
@@ -275,7 +273,7 @@ class _Pair:
         found = found if fact.kind == "zero" else fact
         continue
       if {found.kind, fact.kind} == {"same", "sum"}:
-        found, fact = map(_as_sum, (found, fact))
+        found, fact = (Fact("sum", x.power - 1) if x.kind == "same" else x for x in (found, fact))
       _check(found == fact)
     return found
 
@@ -345,11 +343,9 @@ def _same_parameters(eqn: JaxprEqn, other: JaxprEqn) -> bool:
 
 
 def _merge(dims: DimMap, facts: Sequence[Fact]) -> Fact:
-  """The result of a function that is linear in each of its operands, or of the operands at each position.
-
-  If the operands have the examples along one factor of the operation, the result has them along that factor,
-  or, if no dim of the result has the factor, is the sum of the results of the parts.
-  """
+  """The result of a function that is linear in each of its operands, or of the operands at each position."""
+  # If the operands have the examples along one factor of the operation, the result has them along that
+  # factor, or, if no dim of the result has the factor, is the sum of the results of the parts.
   power = sum((fact.power for fact in facts), Fraction(0))
   pairs = [*zip(dims.operands, facts, strict=True)]
   along = {own[fact.dim] for own, fact in pairs if fact.kind == "rows"}
@@ -368,11 +364,6 @@ def _at(result: Sequence[int | None], own: Sequence[int | None], fact: Fact) -> 
     return fact
   _check(own[fact.dim] is not None and own[fact.dim] in result)
   return dataclasses.replace(fact, dim=result.index(own[fact.dim]))
-
-
-def _as_sum(fact: Fact) -> Fact:
-  """A value that is equal in all parts, as a sum over the parts."""
-  return Fact("sum", fact.power - 1) if fact.kind == "same" else fact
 
 
 def _dual(fact: Fact) -> Fact:

@@ -25,29 +25,16 @@ _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 
 def call_loss(loss_fn: LossFn, models: Model, batch: PyTree) -> PyTree:
-  """`loss_fn(models, batch)` on traced arrays; `loss_fn(models, *batch)` where it takes several arrays.
-
-  Raises:
-    TrainError: it takes other arguments, or takes them in the opposite order; it changes a Variable of a
-      module that is not an argument of the step; or a layer cannot run on the Explicit axes of its mesh.
-  """
+  """`loss_fn(models, batch)` on traced arrays; `loss_fn(models, *batch)` where it takes several arrays."""
   given = _arguments(loss_fn, batch)
   with _explain(loss_fn, models, batch):
     return loss_fn(models, *given)
 
 
 def takes_several(loss_fn: LossFn) -> bool:
-  """Whether a loss function takes each array of a batch as an argument.
-
-  It does when it requires several arguments after the model, or has `*batch` there. An argument with a
-  default is an option.
-
-  Example:
-    >>> takes_several(lambda model, x, y: 0), takes_several(lambda model, *batch: 0)
-    (True, True)
-    >>> takes_several(lambda model, batch, smoothing=0.1: 0)
-    False
-  """
+  """Whether a loss function takes each array of a batch as an argument."""
+  # It does when it requires several arguments after the model, or has `*batch` there: `lambda model, x, y:
+  # ...`, and not `lambda model, batch, smoothing=0.1: ...`, since an argument with a default is an option.
   signature = _signature(loss_fn)
   if signature is None:
     return False
@@ -217,11 +204,9 @@ def _is_live(x: object) -> bool:
 
 
 def check_reads(loss_fns: Iterable[LossFn], read: Iterable[AnyArray], own: Mapping[str, AnyArray]) -> None:
-  """Refuses (`TrainError`) a loss function that reads arrays of live modules beside its arguments.
-
-  `read` are the constants of its compiled program; `own` are the arrays of the step, by label. Arrays that
-  the loss function holds itself are constants on purpose.
-  """
+  """Refuses (`TrainError`) a loss function that reads arrays of live modules beside its arguments."""
+  # `read` are the constants of its compiled program; `own` are the arrays of the step, by label. Arrays that
+  # the loss function holds itself are constants on purpose.
   constants = {id(x) for x in read}
   if not constants:
     return

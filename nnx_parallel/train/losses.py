@@ -67,16 +67,11 @@ AUX = "aux"
 
 
 def terms(result: PyTree, outputs: Sequence[str] = (), *, has_aux: bool = False) -> Terms:
-  """Reads the result of a loss function.
-
-  The result is a scalar or `weighted(sum, count)`, or either with a dict of metrics: `(loss, metrics)`. The
-  sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count for
-  each element. `outputs` names metrics that are per-example arrays. With `has_aux`, it is `(loss, aux)` with
-  any pytree, whose leaves become metrics with names such as `aux` or `aux[0]`.
-
-  Raises:
-    TrainError: the result is anything else.
-  """
+  """Reads the result of a loss function; a `TrainError` for anything that is none."""
+  # The result is a scalar or `weighted(sum, count)`, or either with a dict of metrics: `(loss, metrics)`. The
+  # sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count for
+  # each element. `outputs` names metrics that are per-example arrays. With `has_aux`, it is `(loss, aux)`
+  # with any pytree, whose leaves become metrics with names such as `aux` or `aux[0]`.
   if has_aux:
     return _with_aux(result)
   loss, metrics = result, {}
@@ -160,17 +155,15 @@ def _not_a_term(name: str, value: Value) -> TrainError:
     f"{what} must be a scalar or nxp.weighted(sum, count); the loss function returned {_show(value)}.",
     details="return loss or (loss, metrics); the sum of a metric may be an array, over one count or a count"
     " for each element",
-    fix=_fix_of_metric(name, value) if name != "loss" else _fix_of_loss(value),
+    fix=_fix(name, value),
   )
 
 
-def _fix_of_metric(name: str, value: Value) -> str:
-  if isinstance(value, tuple):
+def _fix(name: str, value: Value) -> str:
+  if name != "loss" and isinstance(value, tuple):
     return f'nxp.weighted(sum, count) for a weighted mean; or two metrics: {{"{name}": a, "other": b}}.'
-  return "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
-
-
-def _fix_of_loss(value: Value) -> str:
+  if name != "loss":
+    return "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
   if value is None:
     return "end the loss function with: return loss"
   if isinstance(value, Mapping):
@@ -220,13 +213,8 @@ def means(found: Terms, parts: int = 1) -> Metrics:
 
 
 def pairs(found: Terms, batch: PyTree, parts: int = 1) -> Metrics:
-  """Each term as `(sum, count)`, and the outputs, of terms that were summed over `parts` parts.
-
-  A plain scalar is taken for the mean over the `examples` of the batch.
-
-  Raises:
-    TrainError: a plain scalar, and arrays of the batch that differ in their number of examples.
-  """
+  """Each term as `(sum, count)`, and the outputs, of terms that were summed over `parts` parts."""
+  # A plain scalar is taken for the mean over the examples of the batch.
   result: Metrics = {}
   for name, total in found.sums.items():
     count = found.counts[name]
@@ -268,10 +256,8 @@ def weight_of(metric: str, batch: PyTree) -> int:
 def diagnostics(
   optimizer: Optimizer, gradients: Sequence[jax.Array], scale: jax.Array | None, prefix: str = ""
 ) -> Metrics:
-  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` if the state holds it.
-
-  Several rates are numbered. `scale` is the loss scale that the gradients were multiplied by, if any.
-  """
+  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` if the state holds it."""
+  # Several rates are numbered. `scale` is the loss scale that the gradients were multiplied by, if any.
   norm = optax.tree.norm([wide(gradient) for gradient in gradients])
   found = {f"{prefix}grad_norm": norm if scale is None else norm / scale}
   rates = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate", filtering=_is_rate)

@@ -2,7 +2,7 @@
 
 - The kernel gradient of a grouped convolution is summed by hand (`layout/known_faults.py`).
 - A Fourier transform on a CPU gets arrays in row-major order: XLA picks others for some, and then fails.
-- An element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`).
+- An element of each row, such as the logit of a target, is read by a comparison (`layers/picks.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from nnx_parallel.core.jaxprs import (
   is_call_or_checkpoint,
 )
 from nnx_parallel.core.mesh import AnyMesh
-from nnx_parallel.core.picks import is_pick, pick
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.picks import is_pick, pick
 
 
 @check_arguments(TrainError)
@@ -114,13 +114,11 @@ def _row_major(x: Value) -> jax.Array:
 
 
 def _is_faulty(eqn: JaxprEqn) -> bool:
-  """A kernel gradient of a grouped convolution.
-
-  It is a convolution with `batch_group_count` > 1. Where mesh axes larger than 1 do not split the batch, XLA
-  sums it over all devices: on a 2x4 mesh with the batch on the 2, it comes out 4 times too large; with the
-  batch on the 4, twice. The forward pass and the gradient of the input are right, and Adam hides the factor.
-  With two groups and channels split over 4 devices, the partitioner aborts the process.
-  """
+  """A kernel gradient of a grouped convolution."""
+  # It is a convolution with `batch_group_count` > 1. Where mesh axes larger than 1 do not split the batch,
+  # XLA sums it over all devices: on a 2x4 mesh with the batch on the 2, it comes out 4 times too large; with
+  # the batch on the 4, twice. The forward pass and the gradient of the input are right, and Adam hides the
+  # factor. With two groups and channels split over 4 devices, the partitioner aborts the process.
   return eqn.primitive.name == "conv_general_dilated" and eqn.params["batch_group_count"] > 1
 
 

@@ -23,13 +23,9 @@ _ARGUMENTS = TypeError, ValueError, OverflowError
 
 
 def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> None:
-  """Explains a failed call from its arguments as they are after the call.
-
-  Raises:
-    TrainError: the arguments explain the failure: an array was deleted before the call, is on other devices
-      than the rest, or is not an array. Otherwise, if the program has donated the arrays, the error gets a
-      note that they are deleted.
-  """
+  """Explains a failed call from its arguments as they are after the call; a `TrainError` if they do."""
+  # They do if an array was deleted before the call, is on other devices than the rest, or is not an array.
+  # Otherwise, if the program has donated the arrays, the error gets a note that they are deleted.
   gone = [label for label, array in zip(labels, arrays, strict=True) if is_deleted(array)]
   problem: NnxParallelError | None = None
   if _DELETED.search(str(error)):

@@ -17,9 +17,9 @@ from nnx_parallel.core.nodes import Path, value_of, variables
 from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import Model, PyTree
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.layout.batch import batch_axes as axes_of_batch
 from nnx_parallel.layout.constrain import scope_of
-from nnx_parallel.layout.gather import Gather
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import Template

@@ -18,10 +18,10 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.layers.gather import Gather, gather_reads
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
-from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import shardings_outside, states_shardings, with_types
 from nnx_parallel.train.binding import Binding
@@ -59,26 +59,21 @@ class Programs:
 
   A program is a jitted `run(arrays, raw arrays, batch)`. That of a train step is donated the arrays, which
   are its first results. `placements`: where the plans of the optimizers put arrays, by the key of the model.
-
-  Attributes:
-    places: of the leaves, in the programs.
-    reduction: how the last traced program reduces gradients between replicas.
-    layers: how the last traced program computes the layers of the loss.
-    is_new: whether a program was traced since the last `compare`.
   """
 
   def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Hashable, Placement | None]):
     self.options, self.trains = options, len(binding.names) > 1
     self.template = binding.template.blank()
     self._outside = shardings_outside(binding)
-    self.places = self._outside.on_auto_axes()
+    self.places = self._outside.on_auto_axes()  # of the leaves, in the programs
     self._tries = self.places is not self._outside
     self.variable_shardings = binding.variable_shardings
     raw = self.template.raw
     self.argument_labels = [*binding.variable_labels, *(binding.labels[i] for i in raw)]
     self._placements = placements
+    # How the last traced program reduces gradients between replicas, and computes the layers of the loss.
     self.reduction, self.layers, self._left = "", LayersUsed(), ""
-    self.is_new = False
+    self.is_new = False  # whether a program was traced since the last `compare`
     self._programs: dict[Hashable, Any] = {}
     self._seen: list[Signature] = []
 
@@ -120,10 +115,8 @@ class Programs:
     return jax.jit(traced, **options)
 
   def compare(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:
-    """What is new in the arguments of a call: empty for the first call, None if nothing is new.
-
-    Donated arrays still have a type.
-    """
+    """What is new in the arguments of a call: empty for the first call, None if nothing is new."""
+    # Donated arrays still have a type.
     self.is_new = False
     now = signature(self.argument_labels, arrays, batch)
     differences = [_difference(before, now) for before in self._seen]

@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.attention.find import Attention
 from nnx_parallel.core.checked import check_arguments, shorten_traceback
-from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.text import few
@@ -50,6 +49,10 @@ from nnx_parallel.verify.gradient_check import GradientCheck, merge_checks
 
 _ABSENT: Any = object()
 """Stands for an argument that was not given."""
+_CHECKED_LATER = (
+  "loss_fn", "remat", "scan_layers", "layers", "attention", "loss_chunks", "pipeline", "reduction",
+)  # fmt: skip
+"""Arguments of which `StepOptions` and `LayerOptions` say more."""
 
 
 class _Step:
@@ -77,12 +80,7 @@ class _Step:
     return bound
 
   def _bind_again(
-    self,
-    key: Hashable,
-    roots: dict[str, Model],
-    before: Bound | None,
-    kept: Hashable,
-    constants: Constants,
+    self, key: Hashable, roots: dict[str, Model], before: Bound | None, kept: Hashable, constants: Constants
   ) -> Bound:
     known = self._programs.setdefault(kept, {})
     reasons = ["other objects than before" if self.compiles else "first call"]
@@ -344,7 +342,7 @@ class EvalStep(_Step):
     return metrics
 
 
-@shorten_traceback
+@check_arguments(TrainError, *_CHECKED_LATER, microbatches=1)
 def train_step(
   loss_fn: LossFn | Mapping[Any, LossFn],
   *,
@@ -433,7 +431,7 @@ def train_step(
       `MetricSums`). The count of a plain scalar is the number of examples in the batch.
     diagnostics: whether to add two metrics: `grad_norm`, the norm of all gradients before the optimizer
       changes them; and the `learning_rate` of `optax.inject_hyperparams`, if the optimizer state holds it.
-    compiler_options: options of XLA for this step, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`. They
+    compiler_options: options of XLA for this step, such as `dict(xla_tpu_scoped_vmem_limit_kib=65536)`. They
       also hold for `step.lower` and `nxp.compile_report`. XLA raises an error for a name that it does not
       know.
     **unknown: do not pass it: a name from another library raises an error with the name in this function.
@@ -475,7 +473,7 @@ def train_step(
   return TrainStep(options)
 
 
-@shorten_traceback
+@check_arguments(TrainError, *_CHECKED_LATER, microbatches=1)
 def eval_step(
   loss_fn: LossFn,
   *,
@@ -525,7 +523,7 @@ def eval_step(
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  if not is_one_of(microbatches, (1,)) and pipeline is None:
+  if microbatches > 1 and pipeline is None:
     raise TrainError(
       f"microbatches={microbatches} of an evaluation need a pipeline.",
       fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
@@ -547,11 +545,7 @@ def eval_step(
 
 
 def _names(outputs: str | Sequence[str]) -> tuple[str, ...]:
-  if isinstance(outputs, str):
-    return (outputs,)
-  if not are_texts(outputs):
-    raise TrainError(f"outputs={outputs!r:.60} names no metrics.", fix='outputs=("logits",)')
-  return tuple(outputs)
+  return (outputs,) if isinstance(outputs, str) else tuple(outputs)
 
 
 def bind_keywords(loss_fn: LossFn, options: dict[str, Any]) -> Any:

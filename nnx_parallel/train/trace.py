@@ -18,9 +18,9 @@ from nnx_parallel.core.jaxprs import as_function, equations, has_rule, inner_equ
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Model, Program, PyTree, TreeDef
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.gather import Gather, gather_reads
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.constrain import axes_of_maps, mapped_axes
-from nnx_parallel.layout.gather import Gather, gather_reads
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean
@@ -76,10 +76,7 @@ class Differentiable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pure:
-  """An `Objective`: a loss function of modules as a function of their flat arrays.
-
-  Its layers are marked as the options say, and otherwise computed as written.
-  """
+  """An `Objective`: a loss function of modules as a function of their flat arrays, with its layers marked."""
 
   options: StepOptions  # the options of the step
   loss_fn: LossFn  # the loss function
@@ -153,11 +150,9 @@ def differentiable(
   scale: jax.Array | None = None,
   gather: Gather | None = None,
 ) -> Differentiable:
-  """The loss of traced models as a function of the trained arrays, times `scale` unless that is None.
-
-  `wrt` is the filter of the trained Variables by the key of their model; the key is None for a single model.
-  The loss gathers arrays as `gather` says.
-  """
+  """The loss of traced models as a function of the trained arrays, times `scale` unless that is None."""
+  # `wrt` is the filter of the trained Variables by the key of their model; the key is None for a single
+  # model. The loss gathers arrays as `gather` says.
   template = Template(models)
   trained = {i for key, chosen in wrt.items() for i in trained_by(template, models, key, chosen).values()}
   _check_trained(template, trained, wrt)
@@ -173,8 +168,12 @@ def differentiable(
     if pipeline.order is None and scale is not None and pipeline.recompute:  # 1F1B has no loss scale
       gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
       options = dataclasses.replace(options, layers=gpipe)
-    elif pipeline.order != "gpipe":
-      _check_unscaled(scale)
+    elif pipeline.order != "gpipe" and scale is not None:
+      raise TrainError(
+        "a pipeline in the order 1F1B computes gradients before the loss scale multiplies the loss, so"
+        " they would underflow.",
+        fix='nxp.Pipeline("stage", order="gpipe"); or bfloat16, which needs no loss scale.',
+      )
     ungathered = chosen = _pipeline(by_layer, options, pure.used)
   return Differentiable(
     objective=chosen if scale is None else _scale(chosen),
@@ -226,15 +225,6 @@ def _pipeline(objective: Objective, options: StepOptions, used: LayersUsed) -> O
   return pipelined
 
 
-def _check_unscaled(scale: jax.Array | None) -> None:
-  if scale is not None:
-    raise TrainError(
-      "a pipeline in the order 1F1B computes gradients before the loss scale multiplies the loss, so"
-      " they would underflow.",
-      fix='nxp.Pipeline("stage", order="gpipe"); or bfloat16, which needs no loss scale.',
-    )
-
-
 def _scale(objective: Objective) -> Objective:
   """The objective times a scale, one of its arguments: a manual program closes over nothing."""
 
@@ -252,11 +242,9 @@ def _scale(objective: Objective) -> Objective:
 def trained_by(
   template: Template, models: Model, key: Hashable, wrt: nnx.filterlib.Filter
 ) -> dict[Path, int]:
-  """The Variables that an optimizer trains: path in its model -> leaf of the template of all models.
-
-  `key` is of its model; None for a single model. Models may share Variables, which the template has only
-  once.
-  """
+  """The Variables that an optimizer trains: path in its model -> leaf of the template of all models."""
+  # `key` is of its model; None for a single model. Models may share Variables, which the template has only
+  # once.
   leaves = {id(leaf): i for i, leaf in enumerate(template.leaves)}
   chosen = nnx.filterlib.to_predicate(wrt)
   own = variables(models if key is None else models[key])
@@ -292,10 +280,8 @@ def _maps_over(eqn: JaxprEqn, axes: set[str]) -> bool:
 
 
 def why_not_by_replica(jaxpr: Program, axes: Sequence[str]) -> str:
-  """Why replicas along mesh axes cannot each compute a loss on their part of the batch; empty if they can.
-
-  The jaxpr is the program of one replica's part, with `constrain` ignoring the axes.
-  """
+  """Why replicas along mesh axes cannot each compute a loss on their part of the batch; empty if they can."""
+  # The jaxpr is the program of one replica's part, with `constrain` ignoring the axes.
   for eqn in equations(jaxpr):
     if eqn.primitive.name == "shard_map" and not _maps_over(eqn, {*axes}):
       return "the loss has its own shard_map"

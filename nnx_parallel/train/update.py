@@ -40,10 +40,8 @@ T = TypeVar("T")
 def update(
   options: StepOptions, models: Model, optimizers: Optimizers, batch: PyTree, layout: StepLayout
 ) -> tuple[Metrics, str, LayersUsed]:
-  """Updates traced `models` and `optimizers` in place; several are in tuples or dicts with the same keys.
-
-  Returns metrics, how gradients were reduced, and how layers were computed.
-  """
+  """Updates traced `models` and `optimizers` in place; several are in tuples or dicts with the same keys."""
+  # Returns metrics, how gradients were reduced, and how layers were computed.
   check_examples(batch)
   if not isinstance(options.loss_fn, Mapping):
     return _update_once(options, options.loss_fn, models, by_key(models, optimizers), batch, layout)
@@ -94,10 +92,8 @@ def by_key(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
 def gradients_of(
   options: StepOptions, loss: Differentiable, batch: PyTree, layout: StepLayout
 ) -> tuple[Total, Arrays]:
-  """The sums over the parts of a batch, and the gradient of the mean loss for each trained array.
-
-  The gradients are multiplied by the loss scale, if there is one.
-  """
+  """The sums over the parts of a batch, and the gradient of the mean loss for each trained array."""
+  # The gradients are multiplied by the loss scale, if there is one.
   layout = layout.of(loss)
   if options.in_one_piece:
     total = whole_batch(loss, batch, layout)
@@ -216,7 +212,12 @@ def apply(
   optimizer: Optimizer, model: Model, grads: PyTree, loss: jax.Array, value_fn: Callable[[PyTree], jax.Array]
 ) -> None:
   """Updates a traced model; optimizers that search along a line also get the loss and its function."""
-  _check_transformation(optimizer)
+  if parts_of_type(optimizer.opt_state, optax.LookaheadState):
+    raise TrainError(
+      "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
+      details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",
+      fix="use the fast optimizer alone; nnx.clone(model) and optax.incremental_update keep a slow copy.",
+    )
   extra: dict[str, Any] = {}
   if isinstance(optimizer.tx, optax.GradientTransformationExtraArgs):
     given = {"value": loss, "grad": nnx.as_pure(grads), "value_fn": value_fn}
@@ -246,12 +247,3 @@ def extra_arguments(tx: optax.GradientTransformation, state: PyTree, given: dict
     if parts_of_type(state, kind) or not takes_any
   }
   return {name: x for name, x in {**given, **more}.items() if takes_any or name in parameters}
-
-
-def _check_transformation(optimizer: Optimizer) -> None:
-  if parts_of_type(optimizer.opt_state, optax.LookaheadState):
-    raise TrainError(
-      "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
-      details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",
-      fix="use the fast optimizer alone; nnx.clone(model) and optax.incremental_update keep a slow copy.",
-    )

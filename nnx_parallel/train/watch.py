@@ -27,12 +27,6 @@ class Watch:
   It compares the attributes of every module, and the items of the lists and dicts that a module holds. It
   does not notice changes of a Variable's metadata, or changes inside other objects. It keeps the values of
   attributes alive, but not the modules.
-
-  Args:
-    roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
-
-  Raises:
-    TrainError: an attribute is a method of a module.
   """
 
   def __init__(self, roots: Mapping[str, Model]):
@@ -62,10 +56,8 @@ class Watch:
     return tuple((name, _kind(value)) for name, value in self._attributes.items() if _is_plain(value))
 
   def changes(self, now: Watch) -> list[str]:
-    """One phrase for each attribute that has another value in `now`, a later watch of the same modules.
-
-    A different object with an equal simple value is not a change.
-    """
+    """One phrase for each attribute that has another value in `now`, a later watch of the same modules."""
+    # A different object with an equal simple value is not a change.
     phrases: list[str] = []
     for name, old, new in _differences(self._attributes, now._attributes):
       if old is _ABSENT or new is _ABSENT:

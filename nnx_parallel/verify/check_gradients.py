@@ -19,7 +19,7 @@ from nnx_parallel.core.mesh import own_mesh
 from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.gather import Gather
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.train.axes import shardings_of_loss
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import StepLayout, batch_axes_of
@@ -27,7 +27,7 @@ from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison
-from nnx_parallel.verify.subject import Subject, power_of_two
+from nnx_parallel.verify.subject import Subject
 
 # Beyond this a closer look follows. benchmarks/results/check_gradients.json: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -107,15 +107,6 @@ def check_gradients(
   return check_subject(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
 
 
-def coarsest_dtype(
-  model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter = nnx.Param
-) -> str:
-  """The coarsest floating dtype in which a loss computes, by name: it sets the rounding of the gradients."""
-  subject = subject_of(model, batch, loss_fn, wrt)
-  with subject.places.active():
-    return coarsest(subject.trace, jax.default_backend())
-
-
 def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
   if isinstance(loss_fn, Mapping):
@@ -179,7 +170,11 @@ class Looks:
       return found
     if difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
       return dataclasses.replace(found, verdict="not decided", why="perhaps zero but for rounding")
-    return dataclasses.replace(found, verdict="wrong", why=_explain(found))
+    if not any(found.reverse):
+      return dataclasses.replace(found, verdict="wrong", why="the gradient is 0, and the derivative is not")
+    factor = found.factor if len(which) == 1 else None
+    why = "" if factor is None else f"{factor:.3g} times the derivative"
+    return dataclasses.replace(found, verdict="wrong", why=why)
 
   def _slope(self, seed: np.uint32, factors: np.ndarray) -> float:
     if self.cannot:
@@ -197,8 +192,12 @@ def check_subject(
     check_examples(subject.batch)
     looks = Looks(subject, seed, directions)
     leaves = subject.leaves
-    lost = _not_finite(leaves, looks.norms)  # the remaining leaves tell nothing then
-    found = lost or _look(looks, by_group)
+    lost = [
+      GradientComparison(name, (name,), (float(norm),), (math.nan,), math.inf, "wrong", "not finite")
+      for (name, _, _), norm in zip(leaves, looks.norms, strict=True)
+      if not math.isfinite(norm)
+    ]
+    found = lost or _look(looks, by_group)  # where some are lost, the others tell nothing
   wrong = [n for n, leaf in enumerate(leaves) if any(not x and x.leaves == leaf[:1] for x in found)]
   losses, verdict = {"with the gradient": looks.loss}, "not decided"
   if not math.isnan(looks.loss_forward):
@@ -273,34 +272,20 @@ def _fix(subject: Subject) -> str:
   )
 
 
-def _not_finite(
-  leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]], norms: np.ndarray
-) -> list[GradientComparison]:
-  return [
-    GradientComparison(name, (name,), (float(norm),), (math.nan,), math.inf, "wrong", "not finite")
-    for (name, _, _), norm in zip(leaves, norms, strict=True)
-    if not math.isfinite(norm)
-  ]
-
-
 def _weights(norms: np.ndarray, floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray]:
   """The factor of each direction, and the norm that each gradient is measured against.
 
-  All gradients have equal weights, except gradients below the floor: the rounding of a zero gradient (of a
-  bias before a norm) must not hide others. A gradient that is exactly zero was stopped, and has full weight.
+  Gradients weigh the same, but less below the floor: the rounding of a zero gradient (a bias before a norm)
+  must not hide others. One that is exactly zero was stopped, and weighs in full.
   """
   finite = np.isfinite(norms)
   sizes = np.where(finite, np.maximum(norms, floor), 1.0)
   wanted = np.where((norms < floor) & (norms > 0), norms / floor**2, 1 / sizes)
-  factors = np.array([power_of_two(x) if ok else 0.0 for x, ok in zip(wanted, finite, strict=True)])
+  # Powers of two, by which every floating dtype multiplies without rounding.
+  factors = np.array(
+    [2.0 ** round(math.log2(x)) if ok else 0.0 for x, ok in zip(wanted, finite, strict=True)]
+  )
   return factors / (factors.max() or 1.0), sizes  # at most 1: nothing overflows in float16
-
-
-def _explain(look: GradientComparison) -> str:
-  if not any(look.reverse):
-    return "the gradient is 0, and the derivative is not"
-  factor = look.factor if len(look.leaves) == 1 else None
-  return "" if factor is None else f"{factor:.3g} times the derivative"
 
 
 def _groups(leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]]) -> list[tuple[str, list[int]]]:

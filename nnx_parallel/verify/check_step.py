@@ -22,7 +22,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
 from nnx_parallel.train.step import bind_keywords
-from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest_dtype
+from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest, subject_of
 from nnx_parallel.verify.gradient_check import format_difference
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
@@ -175,7 +175,9 @@ def check_step(
   loss_fn = bind_keywords(loss_fn, options)
   first = nxp.create_sharded_model(plan)
   second = nxp.reshard(first[0], other, optimizer=first[1])
-  dtype = coarsest_dtype(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)
+  subject = subject_of(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)
+  with subject.places.active():
+    dtype = coarsest(subject.trace, jax.default_backend())
   if options.get("reduction") is not None:
     dtype = max(dtype, jnp.dtype(options["reduction"]).name, key=lambda name: float(jnp.finfo(name).eps))
   step = nxp.train_step(loss_fn, **options)

@@ -123,8 +123,8 @@ class GradientCheck(Shown):
       (
         look.name,
         str(len(look.leaves)),
-        _number(look.reverse),
-        _number(look.forward),
+        f"{look.reverse[0]:.4g}",
+        f"{look.forward[0]:.4g}",
         format_difference(look.difference),
         f"{look.verdict}: {look.why}" if look.why else look.verdict,
       )
@@ -162,10 +162,6 @@ def merge_checks(found: dict[Hashable, GradientCheck]) -> GradientCheck:
     notes=tuple(dict.fromkeys(text for check in checks for text in check.notes)),
     fix=" ".join(dict.fromkeys(check.fix for check in checks if check.fix)),
   )
-
-
-def _number(values: tuple[float, ...]) -> str:
-  return f"{values[0]:.4g}"
 
 
 def format_difference(difference: float) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,9 @@ from nnx_parallel.core.jaxprs import (
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import pin
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Program, PyTree, Value
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.gather import Gather
 from nnx_parallel.optimizers.loss_scale import common_scale
 from nnx_parallel.train.axes import Shardings
 from nnx_parallel.train.binding import Binding
@@ -40,10 +39,6 @@ from nnx_parallel.train.trace import Arrays, Differentiable, differentiable
 from nnx_parallel.train.update import by_key, gradients_of
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09)
-
-
-Compiled: TypeAlias = Any
-"""A jitted program; its results are pytrees of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +77,7 @@ class Subject:
     ]
 
   @functools.cached_property
-  def reverse(self) -> Compiled:
+  def reverse(self) -> Any:
     """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
 
     def reverse(arrays: list[jax.Array], batch: PyTree, seeds: jax.Array) -> PyTree:
@@ -100,7 +95,7 @@ class Subject:
     return self._compiled(reverse)
 
   @functools.cached_property
-  def forward(self) -> Compiled:
+  def forward(self) -> Any:
     """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
     parts = None if self.options.in_one_piece else self.options.turns
 
@@ -110,13 +105,13 @@ class Subject:
         tangents: Arrays = {}
         for n, (i, x) in enumerate(loss.train.items()):
           tangents[i] = pin(signs(seed, n, x) * factors[n].astype(x.dtype), self.leaves[n][1])
-        plain = _change(without_own_rules, loss.objective) if self.rules else loss.objective
+        plain = by_trace(loss.objective, _run_without_own_rules) if self.rules else loss.objective
         value, slope = slope_of(loss._replace(objective=plain), tangents, batch, parts)
       return value, _unscale(slope, scale)
 
     return self._compiled(forward)
 
-  def _compiled(self, program: Callable[..., PyTree]) -> Compiled:
+  def _compiled(self, program: Callable[..., PyTree]) -> Any:
     mesh: Any = self.places.mesh
     # Numbers that each process of a job can read.
     placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
@@ -148,38 +143,28 @@ class Subject:
   @functools.cached_property
   def rules(self) -> dict[str, bool]:
     """The `jax.custom_vjp` functions of the loss, and whether each rounds: forward mode cannot pass them."""
-    return own_rules(self.trace)
+    found: dict[str, bool] = {}
+    for eqn in filter(has_reverse_rule, equations(self.trace)):
+      found[_name(eqn)] = found.get(_name(eqn), False) or _is_kept(eqn)
+    return found
 
 
 def _unscale(x: jax.Array, scale: jax.Array | None) -> jax.Array:
   return x if scale is None else x / scale.astype(x.dtype)
 
 
-def _change(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """An objective whose trace is changed before it runs."""
-  return by_trace(objective, lambda traced, args: as_function(change(traced))(*jax.tree.leaves(args)))
-
-
 def _abstract(x: AnyArray) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=getattr(x, "sharding", None))
 
 
-def own_rules(jaxpr: Program) -> dict[str, bool]:
-  """The functions of a program with a custom reverse rule; True if the rule is kept because it rounds."""
-  found: dict[str, bool] = {}
-  for eqn in equations(jaxpr):
-    if has_reverse_rule(eqn):
-      name = open_jaxpr(program_of(eqn)).debug_info.func_name
-      found[name] = found.get(name, False) or _is_kept(eqn)
-  return found
+def _run_without_own_rules(traced: ClosedJaxpr, args: tuple[PyTree, ...]) -> Sequence[jax.Array]:
+  return as_function(without_own_rules(traced))(*jax.tree.leaves(args))
 
 
 def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
   """The same program with each `jax.custom_vjp` function replaced by a function that has a forward mode.
 
-  If a function rounds, the replacement still uses the reverse rule of the function, because this rule differs
-  from the derivative on purpose. The rule of a pipeline is never used, because it is the rule to check; the
-  layers in a pipeline may round.
+  The rule of a function that rounds is kept: it differs from the derivative on purpose.
   """
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
@@ -211,22 +196,22 @@ def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         raise NotImplementedError("rounding")
       return out, jax.linear_transpose(back, out)(tuple(tangents[n] for n in floats))[0]
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-      name = open_jaxpr(program_of(eqn)).debug_info.func_name
-      raise NotImplementedError(f"the reverse rule of {name}, which rounds, is not linear") from error
+      raise NotImplementedError(f"the reverse rule of {_name(eqn)}, which rounds, is not linear") from error
 
   return function
 
 
+def _name(eqn: JaxprEqn) -> str:
+  return open_jaxpr(program_of(eqn)).debug_info.func_name
+
+
 def _is_kept(eqn: JaxprEqn) -> bool:
-  return open_jaxpr(program_of(eqn)).debug_info.func_name != PIPELINE_RULE and rounds(eqn)
-
-
-def rounds(eqn: JaxprEqn) -> bool:
-  """Whether the inner programs of an operation round values to integers, or to a dtype of 8 bits or less."""
-  return any(map(_is_rounding, inner_equations(eqn)))
+  """Whether a function rounds; not a pipeline, whose layers may round: its rule is the one to check."""
+  return _name(eqn) != PIPELINE_RULE and any(map(_is_rounding, inner_equations(eqn)))
 
 
 def _is_rounding(eqn: JaxprEqn) -> bool:
+  """Whether an operation rounds to integers, or to a dtype of 8 bits or less."""
   if eqn.primitive.name != "convert_element_type":
     return eqn.primitive.name in ("round", "floor", "ceil")
   before, after = (var.aval.dtype for var in (*eqn.invars, *eqn.outvars))
@@ -236,15 +221,8 @@ def _is_rounding(eqn: JaxprEqn) -> bool:
 def signs(seed: jax.Array, number: int, like: AnyArray) -> jax.Array:
   """Random +1 and -1 with the shape and dtype of an array, the same in every program and every layout.
 
-  They are computed from the positions of the elements, so that a compiler can fuse them into their use: the
-  array is not copied, and nothing is drawn in one layout and moved to another. `number` distinguishes the
-  arrays of a model. A complex array gets signs for both parts.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> signs(jnp.uint32(0), 0, jnp.zeros((2, 6))).astype(int)
-    Array([[ 1, -1, -1,  1, -1,  1],
-           [-1, -1,  1,  1, -1,  1]], dtype=int32)
+  They are a function of the positions of the elements and of the `number` of the array, so that no array is
+  copied or moved; a complex array gets signs for both parts.
   """
   if jnp.issubdtype(like.dtype, jnp.complexfloating):
     part = jax.ShapeDtypeStruct(like.shape, jnp.finfo(like.dtype).dtype)
@@ -267,8 +245,3 @@ def inner(a: jax.Array, b: jax.Array) -> jax.Array:
   with jax.numpy_dtype_promotion("standard"):
     dtype = jnp.result_type(a, b, jnp.float32)
   return jnp.real(jnp.sum(a.astype(dtype) * b.astype(dtype)))
-
-
-def power_of_two(x: float) -> float:
-  """The nearest power of two, by which every floating dtype multiplies without rounding."""
-  return 2.0 ** round(math.log2(x))

@@ -110,9 +110,7 @@ def renamed(tmp_path):
 
 def test_what_is_renamed_takes_its_moments_along_and_the_error_names_the_entry_that_works(renamed):
   checkpointer, optimizer = renamed
-  with pytest.raises(
-    CheckpointError, match=r"Fix: if they were renamed: restore\(\.\.\., rename=\{'upper': 'up'\}\)"
-  ):
+  with pytest.raises(CheckpointError, match=r"if they were renamed: .*rename=\{'upper': 'up'\}\)"):
     checkpointer.restore(named("upper", optax.adam(1e-3)))
   _, again = checkpointer.restore(named("upper", optax.adam(1e-3)), rename={"upper": "up"})
   np.testing.assert_array_equal(

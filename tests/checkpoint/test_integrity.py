@@ -50,9 +50,7 @@ def test_a_wrong_bit_is_found_in_the_one_array_that_has_it(tmp_path, mesh):
   at = file.read_bytes().index(row)
   flip(file, bit=8 * (at + 100) + 3)
   target = target_of(tree, nxp.make_mesh(y=4, devices=jax.devices()[:4]) if mesh else None)
-  with pytest.raises(
-    CheckpointError, match=r"step 1 is damaged: model/b cannot be read(.*\n)*.*igest mismatch"
-  ):
+  with pytest.raises(CheckpointError, match=r"step 1 is damaged: model/b cannot be read(.*\n)*.*igest"):
     checkpointer.restore(target)
   assert_same(checkpointer.restore(target, only=["a"])["a"], tree["a"])
   assert list(checkpointer.verify(1)) == ["model/b"]

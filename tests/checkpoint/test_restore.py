@@ -249,9 +249,7 @@ def test_float_types_are_the_targets(tmp_path):
   mesh = nxp.make_mesh(a=2, b=4)
   target = target_of(tree)
   target["w"] = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("b")))
-  with pytest.raises(
-    CheckpointError, match=r"(?s)dtype    model/w: saved float32, wanted bfloat16.*cast=True"
-  ):
+  with pytest.raises(CheckpointError, match=r"(?s)model/w: saved float32, wanted bfloat16.*cast=True"):
     checkpointer.restore(target)
   assert_same(checkpointer.restore(target, cast=True)["w"], tree["w"].astype(jnp.bfloat16))
 
@@ -297,7 +295,5 @@ def test_json_values_come_back_as_they_were(tmp_path):
   found = checkpointer.restore_extra("data")
   assert repr(found) == repr(value)  # types and order too
   for mark in ("__float__", "__tuple__"):
-    with pytest.raises(
-      CheckpointError, match=rf"(?s)cannot save extra\['data'\]\.a: .*'{mark}'.*\n.*Fix: rename"
-    ):
+    with pytest.raises(CheckpointError, match=rf"(?s)cannot save extra\['data'\]\.a: .*'{mark}'.*\n.*Fix:"):
       checkpointer.save(2, {"w": jnp.ones(2)}, extra={"data": {"a": {mark: "x"}}})

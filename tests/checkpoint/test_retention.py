@@ -65,9 +65,7 @@ def test_a_restore_alone_changes_nothing_and_the_next_save_sets_the_later_steps_
   checkpointer.restore(tree, 100)
   checkpointer.restore(as_numpy=True)  # looks at step 200, and goes on from nowhere
   assert checkpointer.steps() == [100, 200]
-  with pytest.warns(
-    UserWarning, match=r"continues from step 100, so the later steps \[200\] in .* were set as"
-  ):
+  with pytest.warns(UserWarning, match=r"continues from step 100, so the later steps \[200\] in .* were"):
     checkpointer.save(150, tree)
   assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150], 150)
   assert (directory / "200.nnx-aside" / "nnx_parallel.json").exists()
@@ -99,13 +97,9 @@ def test_latest_and_best_are_steps_to_restore(tmp_path):
       assert_same(checkpointer.restore(target_of(trees[1]), step), trees[number])
       assert checkpointer.restored.step == number
     assert checkpointer.diff(target_of(trees[1]), "best").step == 2
-    with pytest.raises(
-      CheckpointError, match=r"step='newest' is unknown\.\n  Fix: pass a number, \"latest\""
-    ):
+    with pytest.raises(CheckpointError, match=r"step='newest' is unknown\.\n.*\"latest\""):
       checkpointer.restore(target_of(trees[1]), "newest")
-  with pytest.raises(
-    CheckpointError, match=r'(?s)step="best" is unknown.*Fix: nxp.Checkpointer\(directory, best='
-  ):
+  with pytest.raises(CheckpointError, match=r'(?s)="best" is unknown.*Checkpointer\(directory, best='):
     Checkpointer(tmp_path).restore(target_of(trees[1]), "best")
   with pytest.raises(CheckpointError, match="cannot find a step with the metric 'accuracy'"):
     Checkpointer(tmp_path, best="accuracy").restore(target_of(trees[1]), "best")

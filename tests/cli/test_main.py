@@ -114,7 +114,7 @@ def test_an_error_is_its_message_without_a_traceback(capsys):
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-  monkeypatch.setattr("nnx_parallel.loop.loader.load_recipe", lambda *a, **k: 1 / 0)
+  monkeypatch.setattr("nnx_parallel.recipes.load_recipe", lambda *a, **k: 1 / 0)
   with pytest.raises(ZeroDivisionError):
     cli.main(["plan", "text_lm"])
 
@@ -123,7 +123,7 @@ def test_an_interrupt_is_exit_code_130(monkeypatch, capsys):
   def interrupted(*args, **kwargs):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr("nnx_parallel.loop.loader.load_recipe", interrupted)
+  monkeypatch.setattr("nnx_parallel.recipes.load_recipe", interrupted)
   assert cli.main(["plan", "text_lm"]) == 130
   assert capsys.readouterr().err == "interrupted\n"
 

@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.extend.core import primitives
 
+from nnx_parallel.attention.tiling import Grid, Tiles, Untiled
 from nnx_parallel.core import dims
 from nnx_parallel.core.dims import dim_map, moved
 from nnx_parallel.core.jaxprs import bind as _bind
-from nnx_parallel.core.tiles import Grid, Tiles, Untiled
 
 
 def bind(eqn, inputs):

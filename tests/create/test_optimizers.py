@@ -1,9 +1,13 @@
 """Optimizer state is created like parameters: in its layout, for every optimizer, with the eager values."""
 
+import inspect
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -73,6 +77,33 @@ def test_state_is_created_in_its_layout(explicit):
     np.testing.assert_array_equal(left, right, strict=True)
   whole = [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.bytes_per_device > 2048]
   assert [name for name in whole if np.prod(plan[name].shards) == 1] == []
+
+
+def shipped() -> dict[str, optax.GradientTransformation]:
+  """What optax makes of nothing but a rate; the gradient noise of `noisy_sgd` also wants a key."""
+  made = {"noisy_sgd": optax.noisy_sgd(1e-2, key=jax.random.key(0))}
+  for name, make in [*vars(optax).items(), *vars(optax.contrib).items()]:
+    if inspect.isfunction(make) and "GradientTransformation" in str(
+      inspect.signature(make).return_annotation
+    ):
+      needs = {p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty}
+      if needs in ({"learning_rate"}, set()) and name not in made:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+          made[name] = make(**dict.fromkeys(needs, 1e-2))
+  return made
+
+
+def test_every_optimizer_of_optax_is_laid_out_as_its_parameters():
+  found = shipped()
+  assert len(found) > 80
+  rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]
+  tx = optax.named_chain(*found.items())
+  plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2), rules, optimizer=tx)
+  for leaf in plan.of("optimizer").values():
+    same = [x for path, x in plan.of("model").items() if x.shape == leaf.shape and path == leaf.parameter]
+    assert [x.spec for x in same] == [leaf.spec] * len(same), leaf.name
+    if "galore" not in leaf.name:  # its projections have shapes of their own
+      assert same or np.prod(leaf.shape) < 2048 or np.prod(leaf.shards) > 1, leaf.name
 
 
 def update(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> None:

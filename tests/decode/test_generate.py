@@ -23,14 +23,9 @@ class Block(nnx.Module):
 
   def __init__(self, rngs):
     self.norm = nnx.LayerNorm(FEATURES, rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(
-      8,
-      FEATURES,
-      decode=True,
-      rngs=rngs,
-      kernel_metadata=kernel("embed", "heads", None),
-      out_kernel_metadata=kernel("heads", None, "embed"),
-    )
+    names = {"kernel_metadata": kernel("embed", "heads", None)}
+    names |= {"out_kernel_metadata": kernel("heads", None, "embed")}
+    self.attention = nnx.MultiHeadAttention(8, FEATURES, decode=True, rngs=rngs, **names)
     self.attention.init_cache((BATCH, LENGTH, FEATURES))
     self.up = nnx.Linear(FEATURES, 32, rngs=rngs, kernel_metadata=kernel("embed", "mlp"))
     self.down = nnx.Linear(32, FEATURES, rngs=rngs, kernel_metadata=kernel("mlp", "embed"))
@@ -45,13 +40,8 @@ class Model(nnx.Module):
     rngs = nnx.Rngs(0)
     self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
     self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-    self.head = nnx.Linear(
-      FEATURES,
-      VOCABULARY,
-      rngs=rngs,
-      kernel_init=nnx.initializers.normal(1.0),
-      kernel_metadata=kernel("embed", "vocab"),
-    )
+    options = {"kernel_init": nnx.initializers.normal(1.0), "kernel_metadata": kernel("embed", "vocab")}
+    self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs, **options)
 
   def __call__(self, tokens):
     x = self.embed(tokens)
@@ -150,9 +140,8 @@ def test_tokens_are_those_of_a_plain_loop(layout):
   cached = model.blocks[0].attention.cached_key[...].sharding
   heads = "tensor" if "tensor" in axes else None
   assert cached.spec[2] == heads
-  assert cached.shard_shape((BATCH, LENGTH, 8, 2))[0] == BATCH // int(
-    np.prod([n for a, n in axes.items() if a != "tensor"])
-  )
+  shards = int(np.prod([n for a, n in axes.items() if a != "tensor"]))
+  assert cached.shard_shape((BATCH, LENGTH, 8, 2))[0] == BATCH // shards
 
 
 WINDOW = 3
@@ -312,30 +301,19 @@ WRONG = {
   "batch": (lambda: nxp.generator(1)(attention(), np.ones((3, 1), int)), "3 prompts, and .* is for 2"),
   "stop": (lambda: nxp.generator(1, stop=[2.0]), r"got stop=\[2\.0\]"),
   "prompts": (lambda: nxp.generator(1)(Counting(), np.ones((2, 3))), "prompts are float64"),
-  "large prompts": (
-    lambda: nxp.generator(1)(Counting(), np.full((1, 2), 2**31)),
-    "prompts: 2147483648 to 2147483648 do not fit in int32",
-  ),
-  "large requests": (
-    lambda: nxp.generator(1)(Counting(), ONES, requests=np.array([1, 2**40])),
-    "requests: 1 to 1099511627776 do not fit",
-  ),
+  "large prompts": (lambda: nxp.generator(1)(Counting(), np.full((1, 2), 2**31)),
+    "prompts: 2147483648 to 2147483648 do not fit in int32"),
+  "large requests": (lambda: nxp.generator(1)(Counting(), ONES, requests=np.array([1, 2**40])),
+    "requests: 1 to 1099511627776 do not fit"),
   "one prompt": (lambda: nxp.generator(1)(Counting(), np.ones(3, int)), r"shape \(3,\)"),
   "lengths": (lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([0, 1])), "has length 0"),
-  "number of lengths": (
-    lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([1])),
-    "each of 2 prompts",
-  ),
+  "number of lengths": (lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([1])),
+    "each of 2 prompts"),
   "key": (lambda: nxp.generator(1, sampling=DRAWN)(Counting(), ONES), "no key is given"),
   "state": (lambda: nxp.generator(1)(WithState(), ONES), "changed model.count, which no nnx.Cache"),
-  "logits": (
-    lambda: nxp.generator(1, call=lambda m, x, p: m(x)[:, 0])(Counting(), ONES),
-    r"returned \(2, 32\)",
-  ),
-  "module": (
-    lambda: nxp.generator(1)(nnx.state(Counting()), ONES),
-    "Fix: model: a live module",
-  ),
+  "logits": (lambda: nxp.generator(1, call=lambda m, x, p: m(x)[:, 0])(Counting(), ONES),
+    r"returned \(2, 32\)"),
+  "module": (lambda: nxp.generator(1)(nnx.state(Counting()), ONES), "Fix: model: a live module"),
   "nothing new": (lambda: nxp.generator(0), "max_new_tokens=0"),
   "no count": (lambda: nxp.generator(None), "max_new_tokens=None"),
   "a fraction": (lambda: nxp.generator(1, prefill=2.5), "prefill=2.5"),
@@ -344,7 +322,7 @@ WRONG = {
   "cache": (lambda: nxp.generator(1, cache=ring), "no call= takes it"),
   "temperature": (lambda: nxp.Sampling(temperature=-1.0), "temperature=-1.0 is out of range"),
   "filter": (lambda: nxp.Sampling(top_k=3), "need a temperature"),
-}
+}  # fmt: skip
 
 
 class WithState(Counting):

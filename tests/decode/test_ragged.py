@@ -165,17 +165,8 @@ def test_slots_read_long_prompts_in_chunks(layout):
   assert plain.rows(found) == [expected[n] for n in twice]
 
 
-WINDOWED = Config(
-  vocab=VOCABULARY,
-  width=FEATURES,
-  hidden=32,
-  heads=4,
-  kv_heads=2,
-  head_dim=4,
-  ropes=(Rope(),) * 2,
-  windows=(6, None),
-  score_scale=0.5,
-)
+SIZES = {"vocab": VOCABULARY, "width": FEATURES, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 4}
+WINDOWED = Config(**SIZES, ropes=(Rope(),) * 2, windows=(6, None), score_scale=0.5)
 
 
 def decoded(model, tokens, position, cache):

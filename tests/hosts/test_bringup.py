@@ -66,7 +66,7 @@ def test_the_gpus_of_a_process(variables, expected):
   assert bringup.visible_devices(variables) == expected
 
 
-def called(*processes, timeout=10.0, calls=None):
+def called(*processes, timeout=10.0):
   """What the roll call says to each of these, as (number, count)."""
   address = f"localhost:{free_port()}"
 

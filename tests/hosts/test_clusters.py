@@ -47,40 +47,25 @@ def node(tmp_path):
   (programs / "nnx-parallel").write_text(f'#!/bin/sh\nexec {sys.executable} -m nnx_parallel "$@"\n')
   for file in programs.iterdir():
     file.chmod(0o755)
-  flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-  path = f"{programs}:{os.environ['PATH']}"
-  port = free_port()
-  return {
-    **os.environ,
-    "PATH": path,
-    "PYTHONPATH": f"{ROOT}:{tmp_path}",
-    "XLA_FLAGS": " ".join(flags),
-    "JAX_NUM_CPU_DEVICES": "2",
-    "PORT": str(port),
-  }
+  flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+  added = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+  return os.environ | added | {"XLA_FLAGS": flags, "JAX_NUM_CPU_DEVICES": "2", "PORT": str(free_port())}
 
 
 def check(tmp_path, done):
   assert done.returncode == 0, done.stdout
   assert "digits, " in done.stdout
-  losses = [
-    record["loss"] for record in nxp.loop.read_metrics(tmp_path / "out/metrics.jsonl") if "loss" in record
-  ]
-  assert len(losses) == 3
+  records = nxp.loop.read_metrics(tmp_path / "out/metrics.jsonl")
+  assert sum("loss" in record for record in records) == 3
   assert nxp.Checkpointer(tmp_path / "run").steps()
+
+
+OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 def run(command, tmp_path, environment):
   words = [*TRAIN, "--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
-  return subprocess.run(
-    [*command, *words],
-    env=environment,
-    cwd=tmp_path,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    timeout=200,
-  )
+  return subprocess.run([*command, *words], env=environment, cwd=tmp_path, timeout=200, **OUTPUT)
 
 
 @pytest.mark.slow
@@ -125,11 +110,7 @@ def get(x): return [y.result() for y in x] if isinstance(x, list) else x.result(
 """
 
 
-RAY_UTIL = """
-def get_node_ip_address(): return "127.0.0.1"
-"""
-
-
+RAY_UTIL = 'def get_node_ip_address(): return "127.0.0.1"\n'
 RAY_GROUP = """
 import concurrent.futures
 class Group:
@@ -191,17 +172,10 @@ def test_kubernetes(tmp_path, node):
   named = [word for word in container["args"] if word.startswith("--")]
   assert named == ["--mesh", "--checkpoint", "--save-every", "--resume"]
   words = [*TRAIN, "--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--resume"]
-  pods = [
-    subprocess.Popen(
-      [*container["command"], *words],
-      env=node | variables | {"RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": node["PORT"]},
-      cwd=tmp_path,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    for rank in range(count)
-  ]
+  given = node | variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": node["PORT"]}
+  start = lambda rank: subprocess.Popen(command, env=given | {"RANK": str(rank)}, cwd=tmp_path, **OUTPUT)
+  command = [*container["command"], *words]
+  pods = [start(rank) for rank in range(count)]
   outputs = [pod.communicate(timeout=200)[0] for pod in pods]
   first = subprocess.CompletedProcess(pods[0].args, max(pod.returncode for pod in pods), "\n".join(outputs))
   check(tmp_path, first)

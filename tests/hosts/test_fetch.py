@@ -44,9 +44,8 @@ def test_modules_optimizers_states_and_variables():
   model, optimizer = nxp.create_sharded_model(plan)
   assert not model.up.kernel.get_value().sharding.is_fully_replicated
   expected = np.asarray(model.up.kernel.get_value())
-  found = nxp.hosts.to_host(
-    {"model": model, "state": nnx.state(model), "one": model.up.kernel, "opt": optimizer}
-  )
+  given = {"model": model, "state": nnx.state(model), "one": model.up.kernel, "opt": optimizer}
+  found = nxp.hosts.to_host(given)
   for kernel in (found["model"]["up"]["kernel"], found["state"]["up"]["kernel"], found["one"]):
     assert type(kernel) is np.ndarray
     np.testing.assert_array_equal(kernel, expected)
@@ -56,12 +55,8 @@ def test_modules_optimizers_states_and_variables():
 
 
 def test_what_was_fetched_outlives_the_donated_step():
-  plan = nxp.plan(
-    lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)),
-    nxp.make_mesh(data=8),
-    nxp.replicate(),
-    optimizer=optax.sgd(0.1),
-  )
+  init = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
   model, optimizer = nxp.create_sharded_model(plan)
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   before = nxp.hosts.to_host(model)

@@ -51,10 +51,8 @@ def test_each_process_knows_its_number_and_lines_have_it_in_front():
     """,
     processes=3,
   )
-  assert code == 0
-  assert sorted(lines) == sorted(
-    f"[{n}] {text}" for n in range(3) for text in (f"{n} 3 {n} 127.0.0.1", "no newline")
-  )
+  wanted = [f"[{n}] {text}" for n in range(3) for text in (f"{n} 3 {n} 127.0.0.1", "no newline")]
+  assert (code, sorted(lines)) == (0, sorted(wanted))
 
 
 def test_the_first_failure_ends_the_others_and_is_named_behind_its_last_lines():
@@ -98,16 +96,14 @@ def test_the_process_that_raised_first_is_named_although_another_ends_first():
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_comes_before_its_peers_that_end_at_the_same_time(killed, monkeypatch):
-  lines: list[str] = []
   monkeypatch.setattr("nnx_parallel.hosts.launch.LOOK_S", 2)  # so that both have ended at the first look
-  body = f"""
+  code, lines = launched(f"""
     if rank != {killed}:
       time.sleep(0.3)
       sys.exit(1)
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
-  """
-  code = launch(Job(python(body), processes=2), lines.append)
+  """)
   assert code == 137
   assert any(line.startswith(f"-- process {killed} failed first: killed by SIGKILL") for line in lines)
 
@@ -137,12 +133,8 @@ def test_restarts_have_a_budget_and_a_pause_that_doubles():
   code, lines = launched("sys.exit(5)", processes=1, restarts=3, pause=0.1)
   assert code == 5
   restarts = [line for line in lines if "restart" in line]
-  assert restarts == [
-    "-- restart 1 of 3 in 0.1 s",
-    "-- restart 2 of 3 in 0.2 s",
-    "-- restart 3 of 3 in 0.4 s",
-    "-- no restart is left of 3",
-  ]
+  wanted = [f"-- restart {n} of 3 in {pause} s" for n, pause in enumerate((0.1, 0.2, 0.4), 1)]
+  assert restarts == [*wanted, "-- no restart is left of 3"]
   assert time.monotonic() - started > 0.7
 
 
@@ -318,9 +310,8 @@ def script(tmp_path_factory):
   folder = tmp_path_factory.mktemp("training")
   (folder / "train.py").write_text(TRAINING)
   lines: list[str] = []
-  assert (
-    supervised(folder / "train.py", folder / "ckpt", "none", lines, processes=1, devices_per_process=4) == 0
-  )
+  how = {"processes": 1, "devices_per_process": 4}
+  assert supervised(folder / "train.py", folder / "ckpt", "none", lines, **how) == 0
   return folder / "train.py", losses(lines)
 
 

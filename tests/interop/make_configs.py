@@ -61,19 +61,12 @@ WINDOWS: dict[str, list[Any]] = {
 OPTIONS: dict[str, dict[str, list[Any]]] = {
   "llama": {**DECODER, "attention_bias": [True, False], "mlp_bias": [True, False]},
   "mistral": {**DECODER, "sliding_window": [2, 3, None]},
-  "mixtral": {
-    **DECODER,
-    "sliding_window": [None, 3],
-    "num_local_experts": [2, 3],
-    "num_experts_per_tok": [1, 2],
-  },
+  "mixtral": {**DECODER, "sliding_window": [None, 3], "num_local_experts": [2, 3],
+    "num_experts_per_tok": [1, 2]},
   "qwen2": {**DECODER, **WINDOWS},
   "qwen3": {**DECODER, **WINDOWS, "attention_bias": [True, False]},
-  "gemma": {
-    **DECODER,
-    "attention_bias": [True, False],
-    "hidden_activation": [None, "gelu_pytorch_tanh", "relu"],
-  },
+  "gemma": {**DECODER, "attention_bias": [True, False],
+    "hidden_activation": [None, "gelu_pytorch_tanh", "relu"]},
   "gemma3_text": {
     **DECODER,
     **WINDOWS,
@@ -101,26 +94,16 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "scale_decoder_outputs": [True, False],
     "tie_word_embeddings": [True, False],
   },
-}
-SIZES: dict[str, dict[str, Any]] = {
-  "t5": {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2},
-}
+}  # fmt: skip
+T5 = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
 ENCODER = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 STRAYS: dict[str, list[Any]] = {
-  "query_pre_attn_scalar": [9],
-  "attention_bias": [True],
-  "mlp_bias": [True],
-  "attn_logit_softcapping": [1.0],
-  "final_logit_softcapping": [1.0],
-  "use_bidirectional_attention": [True],
-  "partial_rotary_factor": [0.5, 1.0],
-  "original_max_position_embeddings": [8],
-  "position_embedding_type": ["relative_key"],
-  "quantization_config": [{"quant_method": "fp8"}],
-  "num_experts": [4],
-  "n_head": [4],
-  **WINDOWS,
-}
+  "query_pre_attn_scalar": [9], "attention_bias": [True], "mlp_bias": [True], "num_experts": [4],
+  "n_head": [4], "attn_logit_softcapping": [1.0], "final_logit_softcapping": [1.0],
+  "use_bidirectional_attention": [True], "partial_rotary_factor": [0.5, 1.0],
+  "original_max_position_embeddings": [8], "position_embedding_type": ["relative_key"],
+  "quantization_config": [{"quant_method": "fp8"}], **WINDOWS,
+}  # fmt: skip
 # Sizes and what a file cannot say without other arrays; each is drawn above where it matters.
 NOT_DRAWN = {"vocab_size", "dtype", "architectures", "transformers_version", "return_dict", "problem_type"}
 
@@ -147,9 +130,7 @@ def inputs(family: str, config: dict[str, Any]) -> dict[str, np.ndarray[Any, Any
 
 def draw(rng: random.Random, family: str, fields: dict[str, Any]) -> dict[str, Any]:
   """What a `config.json` holds: known keys or their defaults, and at times one that does not belong."""
-  config = {"model_type": family, **(SIZES.get(family) or {"vocab_size": 11})}
-  if family != "t5":
-    config |= ENCODER
+  config = {"model_type": family, **(T5 if family == "t5" else {"vocab_size": 11, **ENCODER})}
   for key, values in OPTIONS[family].items():
     must = key == "num_key_value_heads" or (key == "head_dim" and fields.get(key))  # too large by default
     if must or rng.random() < (0.2 if key.startswith("rope_") else 0.4):
@@ -185,9 +166,8 @@ def main() -> None:
 
   def fields_of(family: str) -> dict[str, Any]:
     kind = transformers.CONFIG_MAPPING[family]
-    return {
-      one.name: one.default for one in dataclasses.fields(kind) if one.default is not dataclasses.MISSING
-    }
+    fields = {one.name: one.default for one in dataclasses.fields(kind)}
+    return {name: default for name, default in fields.items() if default is not dataclasses.MISSING}
 
   def solve(case: Case, rng: random.Random) -> None:
     """Adds the names of the file, and outputs or an error."""
@@ -200,9 +180,8 @@ def main() -> None:
       made = transformers.AutoConfig.from_pretrained(folder)
       model = kind.from_config(made) if kind is transformers.AutoModelForCausalLM else kind(made)
       model.save_pretrained(folder)
-      case["arrays"] = {
-        key: list(array.shape) for key, array in load_file(folder / "model.safetensors").items()
-      }
+      arrays = load_file(folder / "model.safetensors")
+      case["arrays"] = {key: list(array.shape) for key, array in arrays.items()}
       embedding = next((key for key in case["arrays"] if "embed_tokens" in key), "shared.weight")
       if "lm_head.weight" not in case["arrays"] and rng.random() < 0.3:
         case["arrays"]["lm_head.weight"] = case["arrays"][embedding]
@@ -216,10 +195,7 @@ def main() -> None:
       logits = model(**given).logits
     case["logits"] = [float(f"{x:.7g}") for x in logits.flatten().tolist()]
 
-  count, seed = (
-    int([*sys.argv, "16"][1]) if len(sys.argv) > 1 else 16,
-    int(sys.argv[2]) if len(sys.argv) > 2 else 0,
-  )
+  count, seed = [*map(int, sys.argv[1:3]), *(16, 0)[len(sys.argv[1:3]) :]]
   cases: list[Case] = []
   for family in OPTIONS:
     fields, rng = fields_of(family), random.Random(f"{family} {seed}")

@@ -21,81 +21,33 @@ import transformers
 
 ROOT = Path(__file__).parent / "references"
 DECODER = {
-  "vocab_size": 64,
-  "hidden_size": 16,
-  "intermediate_size": 24,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 8,
-  "max_position_embeddings": 64,
-}
+  "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
+  "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 LLAMA3_ROPE = {
-  "rope_type": "llama3",
-  "rope_theta": 500.0,
-  "factor": 8.0,
-  "low_freq_factor": 1.0,
-  "high_freq_factor": 4.0,
+  "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
   "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4, "decoder_start_token_id": 0}
 
 # By family: the class of the config, the class of the model, and the config's arguments.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
   "llama": ("LlamaConfig", "LlamaForCausalLM", {**DECODER, "rope_parameters": LLAMA3_ROPE}),
   "mistral": ("MistralConfig", "MistralForCausalLM", {**DECODER, "sliding_window": 4}),
-  "qwen2": (
-    "Qwen2Config",
-    "Qwen2ForCausalLM",
-    {**{key: size for key, size in DECODER.items() if key != "head_dim"}, "tie_word_embeddings": True},
-  ),
+  "qwen2": ("Qwen2Config", "Qwen2ForCausalLM",
+    {**{key: size for key, size in DECODER.items() if key != "head_dim"}, "tie_word_embeddings": True}),
   "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER),
   "gemma": ("GemmaConfig", "GemmaForCausalLM", DECODER),
-  "gemma3_text": (
-    "Gemma3TextConfig",
-    "Gemma3ForCausalLM",
-    {
-      **DECODER,
-      "sliding_window": 4,
-      "layer_types": ["sliding_attention", "full_attention"],
-      "query_pre_attn_scalar": 10,
-    },
-  ),
-  "mixtral": (
-    "MixtralConfig",
-    "MixtralForCausalLM",
-    {**DECODER, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
-  ),
-  "t5": (
-    "T5Config",
-    "T5ForConditionalGeneration",
-    {
-      "vocab_size": 64,
-      "d_model": 16,
-      "d_kv": 4,
-      "d_ff": 24,
-      "num_layers": 2,
-      "num_heads": 4,
-      "relative_attention_num_buckets": 8,
-      "relative_attention_max_distance": 6,
-      "decoder_start_token_id": 0,
-    },
-  ),
-  "t5_gated": (
-    "T5Config",
-    "T5ForConditionalGeneration",
-    {
-      "vocab_size": 64,
-      "d_model": 16,
-      "d_kv": 4,
-      "d_ff": 24,
-      "num_layers": 1,
-      "num_heads": 4,
-      "feed_forward_proj": "gated-gelu",
-      "tie_word_embeddings": False,
-      "decoder_start_token_id": 0,
-    },
-  ),
-}
+  "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM",
+    {**DECODER, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+     "query_pre_attn_scalar": 10}),
+  "mixtral": ("MixtralConfig", "MixtralForCausalLM",
+    {**DECODER, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
+  "t5": ("T5Config", "T5ForConditionalGeneration",
+    {**T5, "num_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6}),
+  "t5_gated": ("T5Config", "T5ForConditionalGeneration",
+    {**T5, "num_layers": 1, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}  # fmt: skip
 
 
 def inputs(family: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -129,13 +81,10 @@ def outputs(model: Any, family: str) -> np.ndarray[Any, Any]:
 
 ADAPTERS: dict[str, dict[str, Any]] = {
   "llama": {
-    "r": 4,
-    "lora_alpha": 6,
-    "target_modules": ["q_proj", "v_proj", "down_proj"],
-    "rank_pattern": {"layers.1.mlp.down_proj": 2},
-    "alpha_pattern": {"v_proj": 3},
+    "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "rank_pattern": {"layers.1.mlp.down_proj": 2}, "alpha_pattern": {"v_proj": 3},
   },
-}
+}  # fmt: skip
 
 
 def write_adapter(family: str, model: Any) -> None:

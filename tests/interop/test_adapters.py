@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -13,24 +12,6 @@ from nnx_parallel.interop.adapters import merge_adapters
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 AXES = {"fsdp": 4, "tensor": 2}
-TOKENS = np.random.default_rng(0).integers(0, 64, (8, 9)).astype(np.int32)
-
-
-def loss_fn(model, tokens):
-  logits = model(tokens[:, :-1])
-  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-def logits(model):
-  return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
-
-
-def trained(plan, model, optimizer):
-  step = nxp.train_step(loss_fn, remat="full", scan_layers=True)
-  tokens = nxp.shard_batch(TOKENS, plan)
-  losses = [float(step(model, optimizer, tokens)["loss"]) for _ in range(5)]
-  assert "one scan of 4" in str(step.layers)
-  return losses
 
 
 class Two(nnx.Module):
@@ -52,9 +33,8 @@ def test_merged_adapters_of_flax(explicit):
   nnx.update(base, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.LoRAParam))))
   for n, layer in enumerate((model.up, model.down)):
     second = layer.lora.lora_b
-    second[...] = jax.device_put(
-      jax.random.normal(jax.random.key(n), second.shape), second.get_value().sharding
-    )
+    drawn = jax.random.normal(jax.random.key(n), second.shape)
+    second[...] = jax.device_put(drawn, second.get_value().sharding)
   sharding = base.up.kernel.get_value().sharding
   assert merge_adapters(base, model) == ["down.kernel", "up.kernel"]
   assert base.up.kernel.get_value().sharding == sharding

@@ -69,9 +69,7 @@ def test_inside_another_tree_and_among_others(tmp_path):
   head = restore_orbax(tmp_path / "step", plan, item="train", only=["head"]).head
   np.testing.assert_array_equal(head.kernel[...], model.head.kernel[...])
   with pytest.raises(CheckpointError, match=r'(?s)missing  model/.*saved: params\..*prefix="params"'):
-    restore_orbax(
-      tmp_path / "step", make_plan("4 explicit", width=32, optimizer=False), item="train", prefix="step"
-    )
+    restore_orbax(tmp_path / "step", plan, item="train", prefix="step")
   twice = {"ema": tree["params"], "params": tree["params"]}
   ocp.save(tmp_path / "twice", twice)
   with pytest.raises(CheckpointError, match=r'(?s)missing  model/.*prefix="params"'):  # either could be meant
@@ -92,9 +90,8 @@ def test_a_checkpoint_of_another_depth(tmp_path):
     restore_orbax(tmp_path / "step", plan_of(8), prefix="net")
   with pytest.raises(CheckpointError, match=r"does not fit the target\.\n  missing  model/layers\.12\.bias"):
     restore_orbax(tmp_path / "step", plan_of(13), prefix="net")
-  fewer = restore_orbax(
-    tmp_path / "step", plan_of(8), prefix="net", skip=["layers.8", "layers.9", "layers.1?.*"]
-  )
+  skip = ["layers.8", "layers.9", "layers.1?.*"]
+  fewer = restore_orbax(tmp_path / "step", plan_of(8), prefix="net", skip=skip)
   assert_same(fewer["layers"][7], model["layers"][7])
   more = restore_orbax(tmp_path / "step", plan_of(13), prefix="net", skip=["layers.12"])
   assert_same(more["layers"][11], model["layers"][11])
@@ -120,19 +117,13 @@ def test_the_optimizer_too(tmp_path, name, pure):
   save(tmp_path / "step", tree)
   where = OPTIMIZERS[name]
   for target in (make_plan("2x4"), nxp.create_sharded_model(make_plan("4 explicit"))):
-    for one, other in zip(
-      restore_orbax(tmp_path / "step", target, optimizer="restore", **where), trained, strict=True
-    ):
+    found = restore_orbax(tmp_path / "step", target, optimizer="restore", **where)
+    for one, other in zip(found, trained, strict=True):
       assert_same(one, other)
-  with pytest.raises(
-    CheckpointError, match=r"cannot restore an optimizer: the target has none\.\n  Fix: pass a pl"
-  ):
+  with pytest.raises(CheckpointError, match=r"cannot restore an optimizer: the target has none\.\n  Fix:"):
     restore_orbax(tmp_path / "step", make_plan("8", optimizer=False), optimizer="restore", **where)
-  wrong = {
-    **where,
-    "optimizer_item": where.get("item"),
-    "optimizer_prefix": "model" if "prefix" in where else "",
-  }
+  prefix = "model" if "prefix" in where else ""
+  wrong = {**where, "optimizer_item": where.get("item"), "optimizer_prefix": prefix}
   with pytest.raises(CheckpointError, match=r"missing  optimizer/opt_state\.0\.count"):
     restore_orbax(tmp_path / "step", make_plan("8"), optimizer="restore", **wrong)
 
@@ -140,9 +131,7 @@ def test_the_optimizer_too(tmp_path, name, pure):
 def test_what_does_not_fit(tmp_path):
   model = nxp.create_sharded_model(make_plan("8", optimizer=False))
   ocp.save(tmp_path / "step", nnx.to_pure_dict(nnx.state(model)))
-  with pytest.raises(
-    CheckpointError, match=r"shape    model/head\.kernel: saved \(32, 6\), wanted \(64, 6\)"
-  ):
+  with pytest.raises(CheckpointError, match=r"shape    model/head\.kernel: saved \(32, 6\), wanted \(64,"):
     restore_orbax(tmp_path / "step", make_plan("8", width=64))
   (tmp_path / "empty").mkdir()
   with pytest.raises(CheckpointError, match="is not an Orbax checkpoint that can be read here"):

@@ -102,10 +102,8 @@ def test_a_generator(tmp_path):
   assert before.sharding.shard_shape(before.shape)[2] == 4
   for _ in range(2):
     found = served(plain.PROMPTS, plain.LENGTHS, numbers, key)
-    rows = [
-      tokens[:length].tolist() for tokens, length in zip(found["tokens"], found["lengths"], strict=True)
-    ]
-    assert rows == plain.expected(plain.DRAWN, ())
+    pairs = zip(found["tokens"], found["lengths"], strict=True)
+    assert [tokens[:length].tolist() for tokens, length in pairs] == plain.expected(plain.DRAWN, ())
   assert before.is_deleted()
 
 

@@ -26,12 +26,9 @@ class Stacked(nnx.Module):
     self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
 
 
-STACK = WeightMap(
-  Rule("layers.{i}.kernel", "kernel", "layer i o -> layer o i"), Rule("layers.{i}.bias", "bias")
-)
-UNSTACK = WeightMap(
-  Rule("kernel", "layers.{i}.kernel", "layer o i -> layer i o"), Rule("bias", "layers.{i}.bias")
-)
+LISTED = "layers.{i}.kernel", "layers.{i}.bias"
+STACK = WeightMap(Rule(LISTED[0], "kernel", "layer i o -> layer o i"), Rule(LISTED[1], "bias"))
+UNSTACK = WeightMap(Rule("kernel", LISTED[0], "layer o i -> layer i o"), Rule("bias", LISTED[1]))
 
 
 def make_plan(init, **mesh):

@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -15,7 +14,6 @@ from benchmarks.plain import decoders, others
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
-from training import run_steps
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 13, 18, 4, 8
 RANDOM = np.random.default_rng(0)
@@ -158,20 +156,19 @@ def test_blocks_equal_the_whole(name):
   assert largest(jax.grad(blocks), arrays, direction) < scores
 
 
+def squares(model, x):
+  return (model(x) ** 2).mean()
+
+
 TOKENS = np.random.default_rng(0).integers(1, 64, (4, 14))
 MODELS = {
   "llama": (lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss),
-  "local and global": (
-    lambda: decoders.Decoder(decoders.Config(depth=4, windows=(4, None)), nnx.Rngs(0)),
-    decoders.loss,
-  ),
+  "local and global": (lambda: decoders.Decoder(decoders.Config(depth=4, windows=(4, None)), nnx.Rngs(0)),
+    decoders.loss),
   "experts": (lambda: decoders.Decoder(decoders.Config(depth=4, experts=4), nnx.Rngs(0)), decoders.loss),
-  "encoder and decoder": (
-    lambda: others.EncoderDecoder(nnx.Rngs(0), depth=2),
-    lambda m, x: (m(x) ** 2).mean(),
-  ),
-  "bert": (lambda: others.Bert(nnx.Rngs(0), depth=2), lambda m, x: (m(x) ** 2).mean()),
-}
+  "encoder and decoder": (lambda: others.EncoderDecoder(nnx.Rngs(0), depth=2), squares),
+  "bert": (lambda: others.Bert(nnx.Rngs(0), depth=2), squares),
+}  # fmt: skip
 
 
 @pytest.mark.cases(1)
@@ -204,30 +201,13 @@ def test_heads_and_examples_stay_split(kind):
   with jax.set_mesh(mesh):
     for loss in (plain, nxp.with_layers(plain, attention=5)):
       program = jax.jit(jax.value_and_grad(loss)).lower(*args).compile()
-      counts.append(
-        re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text())
-      )
+      kinds = r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\("
+      counts.append(re.findall(kinds, program.as_text()))
       value, gradients = program(*args)
       values.append(float(value))
       assert all(x.sharding.is_equivalent_to(where, 4) for x in gradients)
   assert counts[0] == counts[1]
   np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_step_on_a_mesh():
-  init = lambda: decoders.Decoder(decoders.Config(depth=1, vocab=100), nnx.Rngs(0))
-  tokens = RANDOM.integers(1, 100, (8, 14))
-  rules = [
-    nxp.LogicalRules(batch=("data", "fsdp")),
-    nxp.PathRules({r".*\.o\.kernel": ("tensor", "fsdp"), r".*\.kernel": ("fsdp", "tensor")}),
-    nxp.fsdp("fsdp", min_size=0),
-  ]
-  plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=2, tensor=2), rules, optimizer=optax.sgd(0.1))
-  losses: list[list[float]] = []
-  for options in ({}, {"attention": 5, "loss_chunks": 4, "microbatches": 2}):
-    losses.append(run_steps(plan, decoders.loss, [tokens] * 2, **options).losses)
-  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 def test_forward_mode_agrees():
@@ -319,22 +299,21 @@ def others_too(q, k, v):
 
 
 def test_each_attention_that_is_left_is_said():
-  def line(attention):
-    used = LayersUsed()
-    jax.eval_shape(
-      with_options(loss_of(attention), LayerOptions(attention=5), used), [Q, K, V], np.float32(1)
-    )
-    return used.done[0]
-
   def mixed(q, k, v):
     return attend(attend(attend(q, k, v, softmax=without_max), k, v), k, v, softmax=with_maximum)
 
-  assert line(attend) == line(others_too) == "attention by blocks of 5: 1 found"
-  assert line(mixed).startswith(
-    "attention by blocks of 5: 1 of 3 found; as written: softmax of float32[2,4,13,18]: it does not"
-  )
+  assert line(loss_of(attend)) == line(loss_of(others_too)) == "attention by blocks of 5: 1 found"
+  said = "attention by blocks of 5: 1 of 3 found; as written: softmax of float32[2,4,13,18]: it does not"
+  assert line(loss_of(mixed)).startswith(said)
   both = lambda q, k, v: attend(q, k, v, lambda s: s, lambda w: jax.nn.softmax(w) - w)
-  assert "its weights go through" in error_of(both)
+  with pytest.raises(TrainError, match="its weights go through"):
+    nxp.with_layers(loss_of(both), attention=5)([Q, K, V], np.float32(1))
+
+
+def line(loss):
+  used = LayersUsed()
+  jax.eval_shape(with_options(loss, LayerOptions(attention=5), used), [Q, K, V], np.float32(1))
+  return used.done[0]
 
 
 def with_maximum(s):
@@ -343,21 +322,13 @@ def with_maximum(s):
   return e / (e.sum(-1, keepdims=True) + jnp.exp(0.3 - largest))
 
 
-def error_of(attention):
-  with pytest.raises(TrainError) as caught:
-    nxp.with_layers(loss_of(attention), attention=5)([Q, K, V], np.float32(1))
-  return str(caught.value)
-
-
 def test_weights_that_are_read_elsewhere_too():
   def loss(arrays, direction):
     q, k, v = arrays
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     return (jnp.einsum("bhqk,bkhd->bqhd", weights, v) * direction).sum() + (weights * jnp.log(weights)).sum()
 
-  used = LayersUsed()
-  jax.eval_shape(with_options(loss, LayerOptions(attention=5), used), [Q, K, V], np.float32(1))
-  assert "so all of them exist: softmax of float32[2,4,13,18]" in used.done[0]
+  assert "so all of them exist: softmax of float32[2,4,13,18]" in line(loss)
 
 
 @pytest.mark.parametrize(
@@ -404,12 +375,13 @@ ROWS = np.random.default_rng(1).normal(size=(SIZE, 4)).astype(np.float32)
 
 
 def test_rows_that_see_nothing_stay_zero():
-  plain, changed = (jax.value_and_grad(f) for f in (masked_rows, nxp.with_layers(masked_rows, attention=5)))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-    changed({"x": ROWS}, None),
-    plain({"x": ROWS}, None),
-  )
+  close(masked_rows, 5, 1e-5)
+
+
+def close(loss, block, tolerance):
+  both = loss, nxp.with_layers(loss, attention=block)
+  plain, found = (jax.value_and_grad(f)({"x": ROWS}, None) for f in both)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), found, plain)
 
 
 LOW = float(np.finfo(np.float32).min)
@@ -432,12 +404,7 @@ def test_rows_that_see_nothing_behind_two_masks_are_as_written(fill):
     scores = fill(q @ k.T, i[:, None] >= i[None], i[None] < 3)  # a prompt with 3 of padding on the left
     return (jax.nn.softmax(scores) @ v * jnp.arange(1.0, SIZE + 1)[:, None]).sum()
 
-  plain, changed = (jax.value_and_grad(f) for f in (loss, nxp.with_layers(loss, attention=4)))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-    changed({"x": ROWS}, None),
-    plain({"x": ROWS}, None),
-  )
+  close(loss, 4, 1e-4)
 
 
 def test_printing_and_a_constant_exponential_beside_attention():
@@ -447,9 +414,7 @@ def test_printing_and_a_constant_exponential_beside_attention():
     weights = jax.nn.softmax(jnp.einsum("qd,kd->qk", x, x))
     return (weights @ x).sum() * jax.lax.exp(0.5)
 
-  np.testing.assert_allclose(
-    nxp.with_layers(loss, attention=5)({"x": ROWS}, None), loss({"x": ROWS}, None), rtol=1e-5
-  )
+  close(loss, 5, 1e-5)
 
 
 LENGTH = 64

@@ -58,11 +58,8 @@ def test_blocks_that_positions_hide_are_not_computed():
 def written(q, k, v, scores, scale=None):
   q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
   s = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-  s = (
-    s
-    if scores is None
-    else scores(s, *(jnp.arange(s.shape[d]).reshape([-1 if d == e else 1 for e in range(5)]) for d in (3, 4)))
-  )
+  if scores is not None:
+    s = scores(s, *(jnp.arange(s.shape[d]).reshape([-1 if d == e else 1 for e in range(5)]) for d in (3, 4)))
   seen = s.max(-1, keepdims=True) > -jnp.inf
   weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, s, 0)), 0)
   return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(*q.shape[:2], HEADS, -1)
@@ -77,9 +74,8 @@ def both(run, arrays, bias, factor, name):
 @pytest.mark.parametrize("how", [9, "fused"])
 @pytest.mark.parametrize("name", SCORES)
 def test_values_and_gradients_are_those_of_the_softmax_written_out(name, how, monkeypatch):
-  monkeypatch.setitem(
-    kernels.KERNELS, "cpu", functools.partial(kernels.cudnn_attention, implementation="xla")
-  )
+  kernel = functools.partial(kernels.cudnn_attention, implementation="xla")
+  monkeypatch.setitem(kernels.KERNELS, "cpu", kernel)
   arrays, factor = drawn(SCORES[name][1]), DRAW.normal(size=(BATCH, QUERIES, HEADS, WIDTH)).astype(np.float32)
   bias = DRAW.normal(size=(HEADS, QUERIES, KEYS)).astype(np.float32)
   wanted, _ = both(written, arrays, bias, factor, name)
@@ -113,12 +109,8 @@ def test_it_learns_in_a_step_whose_devices_share_the_positions():
   for how, sizes in (("blockwise", {"data": 1}), ("ring", {"data": 2, "context": 4}), (4, {"context": 2})):
     rules = [nxp.LogicalRules(batch="data" if "data" in sizes else None, seq="context"), nxp.replicate()]
     mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
-    plan = nxp.plan(
-      functools.partial(Model, how),
-      mesh,
-      rules if "context" in sizes else nxp.replicate(),
-      optimizer=optax.sgd(0.1),
-    )
+    init, rules = functools.partial(Model, how), rules if "context" in sizes else nxp.replicate()
+    plan = nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1))
     losses.append(run_steps(plan, lambda model, x: (model(x) ** 2).mean(), [x] * 2).losses)
   np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
 

@@ -19,17 +19,7 @@ from nnx_parallel.errors import TrainError
 MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60)]
 HEADS, WIDTH = 4, 4
 FILLS = (-math.inf, -math.inf, -1e30, -1e9, float(np.finfo(np.float32).min), -1e4)
-PARTS = (
-  "causal",
-  "window",
-  "both sides",
-  "chunks",
-  "prefix",
-  "documents",
-  "padding",
-  "scaled",
-  "every third",
-)
+PARTS = ["causal", "window", "both sides", "chunks", "prefix", "documents", "padding", "scaled", "thirds"]
 
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -37,34 +27,20 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """An attention with a mask.
-
-  Attributes:
-    way: how it is computed.
-    shards: the size of the mesh axis; 1: no mesh.
-    rows, columns: the lengths.
-    block: of the tiles.
-    parts: of the mask, all of which must hold, each with a number.
-    form: how the mask is used: by a selection, by an addition, or by `jax.nn.softmax(where=)`.
-    fill: the score of what is hidden.
-    cap: of the scores.
-    has_bias: whether an array is added to the scores.
-    kv_heads: heads of keys and values, each for a group of queries.
-    full: whether positions are arrays of the size of the scores.
-  """
+  """An attention with a mask."""
 
   way: str
-  shards: int
+  shards: int  # of the mesh axis; 1: no mesh
   rows: int
   columns: int
   block: int
-  parts: tuple[tuple[str, int], ...]
-  form: str
+  parts: tuple[tuple[str, int], ...]  # of the mask, all of which must hold, each with a number
+  form: str  # how the mask is used: by a selection, by an addition, or by `jax.nn.softmax(where=)`
   fill: float
   cap: float | None
   has_bias: bool
   kv_heads: int
-  full: bool
+  full: bool  # whether positions are arrays of the size of the scores
 
   @classmethod
   def of(cls, seed):
@@ -107,7 +83,7 @@ class Case:
       "documents": lambda n: rows == columns,
       "padding": lambda n: j < lengths[:, None, None, None],
       "scaled": lambda n: (i - j) * np.float32(0.1) <= 0.1 * n,
-      "every third": lambda n: (i - j) % 3 != n % 3,
+      "thirds": lambda n: (i - j) % 3 != n % 3,
     }
     seen = functools.reduce(jnp.logical_and, [rules[name](n) for name, n in self.parts])
     # Where the hidden are nothing at all, a row that sees nothing is NaN as it is written.
@@ -125,10 +101,7 @@ class Case:
       scores = jnp.where(seen, scores, self.fill)
     elif seen is not None and self.form == "added":
       scores = scores + jnp.where(seen, 0.0, self.fill)
-    if self.form == "where" and seen is not None:
-      weights = jax.nn.softmax(scores, where=seen, axis=-1)
-    else:
-      weights = jax.nn.softmax(scores)
+    weights = jax.nn.softmax(scores, where=seen if self.form == "where" else None, axis=-1)
     return (jnp.einsum("bhqk,bkhd->bqhd", weights, v) * direction).sum()
 
   @property
@@ -160,9 +133,8 @@ def test_a_mask_by_tiles_is_the_mask_of_the_plain_softmax(seed, monkeypatch):
   wanted = jax.jit(jax.value_and_grad(case))(*given)
   with contextlib.ExitStack() as stack:
     if case.shards > 1:
-      stack.enter_context(
-        jax.set_mesh(nxp.make_mesh(context=case.shards, devices=jax.devices()[: case.shards]))
-      )
+      mesh = nxp.make_mesh(context=case.shards, devices=jax.devices()[: case.shards])
+      stack.enter_context(jax.set_mesh(mesh))
       stack.enter_context(queries_over("context"))
     changed = jax.jit(jax.value_and_grad(nxp.with_layers(case, attention=case.way)))
     if case.is_refused:

@@ -18,8 +18,8 @@ from benchmarks.plain import decoders
 from nnx_parallel.attention import kernels, masks
 from nnx_parallel.attention.kernels import cudnn_attention
 from nnx_parallel.attention.softmaxes import NotFused
+from nnx_parallel.attention.tiling import order
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.tiles import order
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 from training import run_steps
 
@@ -132,7 +132,7 @@ SEQUENCES = {
 def test_a_kernel_makes_the_mask_of_a_rule(kind, rule, monkeypatch):
   """Only a mask of another rule is an array."""
   given = []
-  monkeypatch.setitem(kernels.KERNELS, "cpu", lambda *xs, **o: given.append(o) or KINDS[kind](*xs, **o))
+  monkeypatch.setitem(kernels.KERNELS, "cpu", lambda *xs: given.append(xs[3]) or KINDS[kind](*xs))
 
   def loss(arrays, factor):
     seen = SEQUENCES[rule](jnp.arange(KEYS)[:, None] - jnp.arange(KEYS))
@@ -143,7 +143,7 @@ def test_a_kernel_makes_the_mask_of_a_rule(kind, rule, monkeypatch):
   plain, found = (jax.jit(jax.value_and_grad(f))(LONG, factor) for f in (loss, fused))
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-  causal, window, mask = (given[0][name] for name in ("causal", "window", "mask"))
+  causal, window, mask = (getattr(given[0], name) for name in ("causal", "window", "mask"))
   assert (causal, window) == (rule in ("causal", "window"), None if rule in ("causal", "all") else 40)
   assert mask is None
 
@@ -168,13 +168,8 @@ RULES = {
 def test_the_rule_of_a_mask(name, length):
   rule, seen = RULES[name]
   jaxpr = jax.make_jaxpr(lambda: rule(jnp.arange(length)[:, None], jnp.arange(length)[None]))().jaxpr
-  found = masks.seen_by(
-    jaxpr,
-    [(jaxpr.outvars[0], order([("r", 0, 1), ("c", 1, 1)]), True)],
-    {"r": length, "c": length},
-    "r",
-    "c",
-  )
+  tiles = [(jaxpr.outvars[0], order([("r", 0, 1), ("c", 1, 1)]), True)]
+  found = masks.seen_by(jaxpr, tiles, {"r": length, "c": length}, "r", "c")
   at = np.arange(length)
   dense = np.broadcast_to(rule(at[:, None], jnp.asarray(at)[None]), (length, length))
   assert found == (seen if length == 300 or "but one" not in name else masks.Seen(causal=True, window=None))
@@ -187,13 +182,9 @@ def test_the_rule_of_a_mask(name, length):
 def test_what_cudnn_lacks():
   """cuDNN itself refuses here, as it is not installed."""
   q, kv = jnp.ones((1, 2, 2, 8, 4)), jnp.ones((1, 2, 8, 4))
-  refused = [
-    ({"cap": 3.0}, "soft cap"),
-    ({}, "cuDNN:"),
-  ]
-  for options, reason in refused:
+  for options, reason in (({"cap": 3.0}, "soft cap"), ({}, "cuDNN:")):
     with pytest.raises(NotFused, match=reason):
-      cudnn_attention(q, kv, kv, scale=1.0, **options)
+      cudnn_attention(q, kv, kv, kernels.Terms(scale=1.0, **options))
 
 
 def exponentials(over, shift=lambda s: s.max(-1, keepdims=True)):
@@ -394,18 +385,10 @@ def plain_losses():
 
 @pytest.mark.cases(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("sizes", "options"),
-  [
-    ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "scan_layers": True}),
-    ({"data": 2, "tensor": 4}, {"microbatches": 2}),
-  ],
-)
-def test_a_step_on_a_mesh(sizes, options):
-  mesh = nxp.make_mesh(**sizes)
-  rules = nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))
-  fallback = nxp.fsdp(min_size=0) if "fsdp" in sizes else nxp.replicate()
-  plan = nxp.plan(decoder, mesh, [rules, fallback], optimizer=optax.sgd(0.1))
+@pytest.mark.parametrize("options", [{"remat": "full", "scan_layers": True}, {"microbatches": 2}], ids=str)
+def test_a_step_on_a_mesh(options):
+  mesh, rules = nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.LogicalRules(batch=("data", "fsdp"))
+  plan = nxp.plan(decoder, mesh, [rules, nxp.fsdp(min_size=0)], optimizer=optax.sgd(0.1))
   _, _, losses, step = run_steps(plan, decoders.loss, [TOKENS] * 2, attention="fused", **options)
   np.testing.assert_allclose(losses, plain_losses(), rtol=1e-5)
   assert "attention by the fused kernel: 2 of 2 found" in str(step.layers)

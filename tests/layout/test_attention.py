@@ -26,16 +26,10 @@ def plan(rules=RULES, **options):
 
 
 def test_names_that_were_passed_on_are_refused_with_the_argument_to_give():
-  with pytest.raises(ShardingError) as caught:
+  text = r"out\.kernel has the query's names, which do not fit[\s\S]*out_kernel_metadata=.*None, 'embed'"
+  with pytest.raises(ShardingError, match=text):
     plan(**KERNEL)
-  assert str(caught.value) == (
-    "attn.out.kernel has the query's names, which do not fit its dims.\n"
-    "  names ('embed', 'heads', None), shape (4, 4, 16): flax passes kernel_metadata on to it\n"
-    "  Fix: MultiHeadAttention(..., out_kernel_metadata={\"out_sharding\": ('heads', None, 'embed')})"
-  )
-  with pytest.raises(
-    ShardingError, match=r"attn\.out\.bias has the query's names[\s\S]*out_bias_metadata=.*'embed',"
-  ):
+  with pytest.raises(ShardingError, match=r"out\.bias has the query's names[\s\S]*out_bias_metadata=.*embed"):
     plan(**KERNEL, **BIAS, **OUT_KERNEL)
 
 

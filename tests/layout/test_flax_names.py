@@ -30,13 +30,9 @@ class Layer(nnx.Module):
 
   def __init__(self, rngs, names="none"):
     kernel, bias = named("embed", "mlp"), named("mlp")
-    self.linear = nnx.Linear(
-      WIDTH,
-      WIDTH,
-      rngs=rngs,
-      kernel_metadata={} if names == "none" else kernel,
-      bias_metadata=bias if names == "all" else {},
-    )
+    given = {"kernel_metadata": {} if names == "none" else kernel}
+    given |= {"bias_metadata": bias if names == "all" else {}}
+    self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **given)
 
   def __call__(self, x):
     return x + jnp.tanh(self.linear(x))
@@ -53,10 +49,8 @@ class Stack(nnx.Module):
     self.noise = nnx.Rngs(noise=1)
 
   def scan(self, x, body=lambda layer, x: layer(x)):
-    over = nnx.scan(
-      lambda x, layer: body(layer, x), in_axes=(nnx.Carry, self.axis), out_axes=nnx.Carry, **self.meta
-    )
-    return over(x, self.layers)
+    axes = {"in_axes": (nnx.Carry, self.axis), "out_axes": nnx.Carry}
+    return nnx.scan(lambda x, layer: body(layer, x), **axes, **self.meta)(x, self.layers)
 
   def vmap(self, x):
     each = nnx.vmap(lambda layer, x: layer(x), in_axes=(self.axis, None), out_axes=0, **self.meta)
@@ -110,21 +104,6 @@ def test_transforms_of_flax_run_on_a_created_stack(method, names, axis, partitio
   model, alone = nxp.create_sharded_model(init, mesh(), rules), unsharded(init)
   for ours, theirs in zip(run(method, model, X), run(method, alone, X), strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
-
-
-class Two(nnx.Module):
-  """Two stacks of equal depth with other partition names, the first with names; and a stack of stacks."""
-
-  def __init__(self, rngs):
-    self.encoder = Stack(rngs, "some", 0, "enc")
-    self.decoder = Stack(rngs, "none", 1, "dec")
-    meta = {"transform_metadata": {nnx.PARTITION_NAME: "repeats"}}
-    make = nnx.vmap(lambda rngs: Stack(rngs, "some", 0, "layers", 2), **meta)
-    self.deep = nnx.split_rngs(splits=3)(make)(rngs)
-    self.outer = nnx.scan(lambda x, stack: stack.scan(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **meta)
-
-  def __call__(self, x):
-    return self.outer(self.decoder.scan(self.encoder.scan(x)), self.deep)
 
 
 def create(names, extend=False, **kind):

@@ -1,5 +1,7 @@
 """What real modules hold besides float32 parameters at string paths."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,12 +91,9 @@ def test_all_of_it_is_created_with_the_values_of_one_device():
 
 
 def test_masked_and_empty_optimizer_state():
-  tx = optax.multi_transform(
-    {"adam": optax.adam(1e-3), "frozen": optax.set_to_zero()},
-    lambda params: jax.tree.map_with_path(
-      lambda path, _: "adam" if "kernel" in jax.tree_util.keystr(path) else "frozen", params
-    ),
-  )
+  label = lambda path, _: "adam" if "kernel" in jax.tree_util.keystr(path) else "frozen"
+  labels = functools.partial(jax.tree.map_with_path, label)
+  tx = optax.multi_transform({"adam": optax.adam(1e-3), "frozen": optax.set_to_zero()}, labels)
   plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), mesh(), nxp.fsdp(min_size=8), optimizer=tx)
   assert not [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.name.endswith("bias")]
   model, optimizer = nxp.create_sharded_model(plan)
@@ -116,9 +115,7 @@ def test_a_variable_that_holds_a_tree_is_refused_with_what_to_do():
     def __init__(self):
       self.table = nnx.Param({"a": jnp.ones(8), "b": jnp.ones(8)})
 
-  with pytest.raises(
-    nxp.errors.PlanError, match=r"table holds a dict instead of one array.*\n.*Param\n.*nnx.Dict"
-  ):
+  with pytest.raises(nxp.errors.PlanError, match=r"table holds a dict instead of one arr(.|\n)*nnx.Dict"):
     nxp.plan(Tree, mesh())
 
 

@@ -97,9 +97,7 @@ def test_rules_in_use_are_no_rules_of_a_plan():
 
 @pytest.mark.parametrize("key", ["opt_sharding", "optimizer_shard", "optim_sharding"])
 def test_a_misspelt_layout_of_state_is_not_taken_for_the_layout_of_the_parameter(key):
-  with pytest.raises(
-    ShardingError, match=rf"'{key}' means nothing to flax[\s\S]*optimizer_sharding=\('a', 'b'"
-  ):
+  with pytest.raises(ShardingError, match=rf"'{key}' means nothing to flax[\s\S]*optimizer_sharding=\('a',"):
     nxp.plan(lambda: Two({**FIRST, key: ("a", "b")}, FIRST), ONE, optimizer=optax.adam(1e-3))
 
 

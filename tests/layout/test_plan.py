@@ -49,11 +49,9 @@ def test_the_abstract_state_has_the_planned_shardings():
 
 
 def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():
-  plan = nxp.plan(
-    lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named(None, "mlp")),
-    nxp.make_mesh(fsdp=2, tensor=4),
-    [nxp.LogicalRules(mlp="tensor"), nxp.fsdp(min_size=8)],
-  )
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named(None, "mlp"))
+  rules = [nxp.LogicalRules(mlp="tensor"), nxp.fsdp(min_size=8)]
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), rules)
   assert plan["kernel"].spec == Spec("fsdp", "tensor")
   assert plan["kernel"].decision.reason == "names (-, mlp) + fsdp on the largest dim that divides"
   assert "extended by fsdp('fsdp', min_size=8, extend=True): 'fsdp' on dim 0 (8)" in plan.explain("kernel")

@@ -21,35 +21,26 @@ FSDP_OR_TENSOR = {"vocab": first("fsdp", "tensor")}
 PAIR = {"heads": first("tensor", None), "kv": first("fsdp", "data")}
 TENSOR_FIRST = "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"
 FOUND = {
-  "axes need no rule": (
-    ("fsdp", None, ("data", "tensor")), (8, 3, 4), {}, P("fsdp", None, ("data", "tensor")), None
-  ),
+  "axes need no rule": (("fsdp", None, ("data", "tensor")), (8, 3, 4), {},
+    P("fsdp", None, ("data", "tensor")), None),
   "a rule before an axis": (("data",), (8,), {"data": "fsdp"}, P("fsdp"), ("'data' -> 'fsdp'",)),
-  "several axes": (
-    ("batch", "embed"), (16, 6), {"batch": ("data", "fsdp"), "embed": None}, P(("data", "fsdp"), None),
-    ("'batch' -> ('data', 'fsdp')", "'embed' -> None"),
-  ),
+  "several axes": (("batch", "embed"), (16, 6), {"batch": ("data", "fsdp"), "embed": None},
+    P(("data", "fsdp"), None), ("'batch' -> ('data', 'fsdp')", "'embed' -> None")),
   "an axis that is taken": (
     ("heads", "mlp"), (8, 8), {"heads": "tensor", "mlp": first("tensor", "fsdp", None)}, P("tensor", "fsdp"),
     ("'heads' -> 'tensor'",
      "'mlp' -> 'fsdp'; not 'tensor': axis 'tensor' is already used by dim 0 ('heads' -> 'tensor')"),
   ),
-  "an axis that the mesh lacks": (
-    ("mlp",), (8,), {"mlp": first("tensr", None)}, P(None),
-    ("'mlp' -> None; not 'tensr': axis 'tensr' is not in the mesh (did you mean 'tensor'?)",),
-  ),
-  "an axis that does not divide": (
-    ("vocab",), (6,), FSDP_OR_TENSOR, P("tensor"), ("'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 6",)
-  ),
+  "an axis that the mesh lacks": (("mlp",), (8,), {"mlp": first("tensr", None)}, P(None),
+    ("'mlp' -> None; not 'tensr': axis 'tensr' is not in the mesh (did you mean 'tensor'?)",)),
+  "an axis that does not divide": (("vocab",), (6,), FSDP_OR_TENSOR, P("tensor"),
+    ("'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 6",)),
   "two names in one dim": ((("heads", "kv"),), (8,), PAIR, P(("tensor", "fsdp")), None),
-  "the last name moves on first": (
-    ("fsdp", ("heads", "kv")), (4, 8), PAIR, P("fsdp", ("tensor", "data")), None
-  ),
+  "the last name moves on first": (("fsdp", ("heads", "kv")), (4, 8), PAIR, P("fsdp", ("tensor", "data")),
+    None),
   "then the first": (("tensor", ("heads", "kv")), (4, 8), PAIR, P("tensor", "fsdp"), None),
-  "unknown names, as in Linen": (
-    ("embed", "mlp"), (4, 4), {"unknown": "replicate", "mlp": "tensor"}, P(None, "tensor"),
-    ("'embed' has no rule: replicated", "'embed' -> None", "'mlp' -> 'tensor'"),
-  ),
+  "unknown names, as in Linen": (("embed", "mlp"), (4, 4), {"unknown": "replicate", "mlp": "tensor"},
+    P(None, "tensor"), ("'embed' has no rule: replicated", "'embed' -> None", "'mlp' -> 'tensor'")),
   "one name twice": (("embed", "embed"), (8, 8), {"embed": first("fsdp", None)}, P("fsdp", None), None),
   "a scalar": ((), (), {}, P(), ()),
   "an empty dim": (("fsdp", None), (0, 3), {}, P("fsdp", None), ()),
@@ -79,18 +70,15 @@ REFUSED = {
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
     "  Fix: give 'mlp' another candidate, or do not split it: mlp=nxp.LogicalRules.first('tensor', None).",
   ),
-  "two names in one dim on one axis": (
-    (("a", "b"),), (8,), {"a": "fsdp", "b": "fsdp"},
-    "dim 0 ('a+b') fits: ('fsdp', 'fsdp'): ('fsdp', 'fsdp') names an axis twice",
-  ),
+  "two names in one dim on one axis": ((("a", "b"),), (8,), {"a": "fsdp", "b": "fsdp"},
+    "dim 0 ('a+b') fits: ('fsdp', 'fsdp'): ('fsdp', 'fsdp') names an axis twice"),
   "axes that the mesh lacks": (
     ("mlp",), (8,), {"mlp": first("model", "experts")},
     "add the axis to the mesh (size 1 is fine), or do not split the dim:"
     " mlp=nxp.LogicalRules.first('model', 'experts', None).",
   ),
-  "another rank": (
-    ("embed", "mlp"), (8, 8, 8), {"embed": None, "mlp": None}, "2 names for an array of 3 dims"
-  ),
+  "another rank": (("embed", "mlp"), (8, 8, 8), {"embed": None, "mlp": None},
+    "2 names for an array of 3 dims"),
   "no policy": (
     ("embed",), (8,), {"uneven": "padd", "embed": "fsdp"},
     "resolve_spec got uneven='padd' (a str).\n  uneven: 'error' or 'next' or 'pad' or 'replicate'\n"
@@ -103,12 +91,10 @@ REFUSED = {
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
     '  Fix: pad it (uneven="pad", to 32), or replicate it with nxp.RuleSet.of(rules).replace(mlp=None).',
   ),
-  "an uneven dim of a path rule": (
-    ("fsdp",), (30,), {"fsdp": "fsdp"}, "or replicate it with None in its rule."
-  ),
-  "a padded dim counts as used": (
-    ("a", "b"), (30, 8), {"uneven": "pad", "a": "fsdp", "b": "fsdp"}, "already used by dim 0"
-  ),
+  "an uneven dim of a path rule": (("fsdp",), (30,), {"fsdp": "fsdp"},
+    "or replicate it with None in its rule."),
+  "a padded dim counts as used": (("a", "b"), (30, 8), {"uneven": "pad", "a": "fsdp", "b": "fsdp"},
+    "already used by dim 0"),
 }  # fmt: skip
 
 

@@ -24,12 +24,8 @@ def stacked(name="layers", transform_metadata=True, depth=DEPTH):
 
 
 def scan(model, x, name):
-  step = nnx.scan(
-    lambda x, layer: layer(x),
-    in_axes=(nnx.Carry, 0),
-    out_axes=nnx.Carry,
-    transform_metadata={nnx.PARTITION_NAME: name},
-  )
+  axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+  step = nnx.scan(lambda x, layer: layer(x), **axes, transform_metadata={nnx.PARTITION_NAME: name})
   return step(x, model)
 
 

@@ -28,6 +28,10 @@ def looped(body):
   return jax.lax.fori_loop(0, 3, lambda _, x: body(x), draw(out_sharding=WHERE))
 
 
+def of_shards():
+  return jnp.full((8, 4), 1.0 + jax.lax.axis_index("model").astype(float))
+
+
 @jax.custom_jvp
 def doubled(x):
   return 2 * x
@@ -51,12 +55,7 @@ MADE = {
   "reshape": lambda: jnp.reshape(draw(), (16, 8), out_sharding=P("data", "model")),
   "device_put": lambda: jax.device_put(draw(), NamedSharding(mesh(), WHERE)),
   "auto_axes": lambda: jax.sharding.auto_axes(lambda: draw() + 1, out_sharding=WHERE)(),
-  "shard_map": lambda: jax.shard_map(
-    lambda: jnp.full((8, 4), 1.0 + jax.lax.axis_index("model").astype(float)),
-    mesh=mesh(),
-    in_specs=(),
-    out_specs=WHERE,
-  )(),
+  "shard_map": lambda: jax.shard_map(of_shards, mesh=mesh(), in_specs=(), out_specs=WHERE)(),
   "both axes of a dim": lambda: jnp.ones((8, 16), out_sharding=P(("data", "model"), None)),
   "followed through operations": lambda: jnp.tanh(draw(out_sharding=WHERE) * 2).T,
   "jit": lambda: jax.jit(lambda: draw(out_sharding=WHERE) + 1)(),

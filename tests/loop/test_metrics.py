@@ -18,12 +18,6 @@ def path(tmp_path):
   return log.path
 
 
-def test_one_json_object_per_line(path):
-  lines = path.read_text().splitlines()
-  assert json.loads(lines[1]) == {"step": 2, "loss": 3.0, "seconds": 0.5}
-  assert len(read_metrics(path)) == 5
-
-
 def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(path):
   with path.open("a") as file:
     file.write('{"step": 6, "lo')  # killed in the middle of a line

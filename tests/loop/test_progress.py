@@ -20,13 +20,6 @@ def shown(steps, *, start=0, terminal=False, width=120, quiet=False):
   return out.getvalue()
 
 
-def test_a_log_gets_plain_lines_about_ten_for_the_whole_run():
-  lines = shown(200).splitlines()
-  assert lines[0] == "step   1/200  loss 2.5000  close 0.5000  32,768 tokens/s  125 ms/step"
-  assert [int(line[5:8]) for line in lines] == [1, *range(20, 201, 20)]
-  assert "\x1b" not in shown(200)
-
-
 def test_quiet_shows_the_last_step_only():
   assert shown(200, quiet=True).splitlines() == [
     "step 200/200  loss 2.5000  close 0.5000  32,768 tokens/s  125 ms/step"

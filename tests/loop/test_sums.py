@@ -85,17 +85,6 @@ def test_evaluate_weighs_exactly_too(run):
   assert found == pytest.approx(whole, rel=2e-6)
 
 
-def test_the_program_of_a_step_is_not_compiled_again(run):
-  plan, model, optimizer, data, _ = run
-  step = nxp.train_step(loss_fn, outputs=("rows",))
-  batch = nxp.shard_batch(data[0], plan)
-  step(model, optimizer, batch)
-  with jax.no_tracing():
-    text = step.compiled(model, optimizer, batch).as_text()
-  assert "all-reduce" in text
-  assert len(step.compiles) == 1
-
-
 def test_metrics_of_flax_take_what_steps_return(run):
   plan, model, optimizer, data, _ = run
   step = nxp.train_step(lambda m, b: (m(b["x"]).mean(), {"logits": m(b["x"])}), outputs=("logits",))

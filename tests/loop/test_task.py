@@ -75,12 +75,8 @@ class Noisy(nnx.Module):
 
 
 def test_a_task_evaluates_in_evaluation_mode_and_keeps_the_mode_of_the_model():
-  task = nxp.task(
-    lambda: Noisy(nnx.Rngs(0)),
-    nxp.make_mesh(data=8),
-    loss=lambda model, x: (model(x) ** 2).mean(),
-    optimizer=optax.sgd(0.1),
-  )
+  init, loss = lambda: Noisy(nnx.Rngs(0)), lambda model, x: (model(x) ** 2).mean()
+  task = nxp.task(init, nxp.make_mesh(data=8), loss=loss, optimizer=optax.sgd(0.1))
   x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
   batch = nxp.shard_batch(x, task.plan)
   for _ in range(2):

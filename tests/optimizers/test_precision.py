@@ -76,9 +76,8 @@ def test_bfloat16_computes_low_and_keeps_parameters():
   operands = re.findall(r"stablehlo\.(?:dot_general|convolution).* : \((.*)\) ->", text)
   assert len(operands) >= 8
   assert all(both.count("bf16") == 2 for both in operands), operands
-  for (path, a), (_, b) in zip(
-    nnx.to_flat_state(nnx.state(module)), nnx.to_flat_state(nnx.state(plain)), strict=True
-  ):
+  flat = [nnx.to_flat_state(nnx.state(x)) for x in (module, plain)]
+  for (path, a), (_, b) in zip(*flat, strict=True):
     if jnp.issubdtype(b.dtype, jnp.floating):
       np.testing.assert_array_equal(a.get_value(), b.get_value(), err_msg=str(path))
 
@@ -89,11 +88,8 @@ def test_bad_policies():
   with pytest.raises(nxp.errors.TrainError, match="parameters in float32 need no float32 masters"):
     nxp.Precision(masters=True)
   build = nxp.Precision.bfloat16(output_layers=["haed"]).apply(init)
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"output_layers \['haed'\] match no layer of Model"
-  ) as error:
+  with pytest.raises(nxp.errors.TrainError, match=r"(?s)\['haed'\] match no layer of Model.*head"):
     build()
-  assert "head" in str(error.value)
 
 
 @pytest.mark.parametrize(("dtype", "mark"), [(jnp.bfloat16, "bf16"), (jnp.float32, "f32")])
@@ -122,12 +118,8 @@ def test_the_dtype_in_which_replicas_sum_gradients(dtype, mark):
   nxp.train_step(loss_fn)(reference, other, x)
   np.testing.assert_allclose(model.kernel[...], reference.kernel[...], rtol=2e-2, atol=1e-3)
   whole = jax.device_put(x, jax.NamedSharding(plan.mesh, jax.P()))
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"reduction=.* cannot be honoured(.|\n)*no mesh axis splits"
-  ):
+  with pytest.raises(nxp.errors.TrainError, match=r"(?s)cannot be honoured.*no mesh axis splits"):
     step(model, optimizer, whole)  # the program of the batch before is not this one's
   split = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"reduction=.* cannot be honoured: XLA places the reductions"
-  ):
+  with pytest.raises(nxp.errors.TrainError, match=r"cannot be honoured: XLA places the reductions"):
     step.lower(split, batch=nxp.shard_batch(np.ones((16, 24), np.float32), split))

@@ -62,9 +62,8 @@ def test_bytes_of_masters_and_averages():
   plan = plan_on("dp", tx, jnp.bfloat16, zero=1)
   count = 16 * 32 + 32 + 32 * 16 + 16
   assert plan.bytes_per_device("model") == 2 * count
-  assert (
-    plan.bytes_per_device("optimizer") == 4 * 4 * count // 8 + 8
-  )  # master, average, two moments; counters
+  held = 4 * 4 * count // 8 + 8  # master, average, two moments; counters
+  assert plan.bytes_per_device("optimizer") == held
   model, optimizer = train(plan, data(2), gradients="scattered")
   nxp.check_layout(model, plan, optimizer=optimizer)
 

@@ -100,7 +100,7 @@ def test_the_first_line_answers():
   assert str(memory_plan(plan(fsdp=8), loss, BATCH)).startswith(
     f"A step needs at least {format_bytes(may.need_bytes)} per device; compile_"
   )
-  with pytest.raises(ReportError, match="microbatches=0 is not a positive number"):
+  with pytest.raises(ReportError, match=r"microbatches=0(.|\n)*at least 1"):
     memory_plan(plan(fsdp=8), loss, BATCH, microbatches=0)
 
 
@@ -118,9 +118,7 @@ def test_a_batch_that_cannot_be_split_has_no_plan():
   assert "Fix: a global batch of 512 or 1024, or fewer shards." in str(error.value)
   with pytest.raises(ReportError, match=r"512 shards in each of 7 microbatches cannot split evenly"):
     memory_plan(layout, squares, batch(1024), microbatches=7)
-  with pytest.raises(
-    ReportError, match=r"the batch has no array: \(16, 8\)\.\n  Fix: .*ShapeDtypeStruct\(\(16, 8\)"
-  ):
+  with pytest.raises(ReportError, match=r"the batch has no array(.|\n)*Fix: .*ShapeDtypeStruct\(\(16, 8\)"):
     memory_plan(layout, squares, (16, 8))
 
 

@@ -54,20 +54,14 @@ KERNEL = "path rule 'kernel' has the value"
 REFUSED = [
   (lambda: LogicalRules(name=first(None, "tensor")), "candidate 'tensor' can never be reached after None."),
   (lambda: LogicalRules(name=first(None, "tensor")), "None, which always fits, last"),
-  (
-    lambda: LogicalRules(name=first("tensor", "tensor")),
-    "candidate 'tensor' can never be reached after 'tensor'",
-  ),
+  (lambda: LogicalRules(name=first("tensor", "tensor")),
+    "candidate 'tensor' can never be reached after 'tensor'"),
   (lambda: LogicalRules(name=first("data", ("data", "fsdp"))), "can never be reached after 'data'"),
-  (
-    lambda: LogicalRules(name=first(("data", "fsdp"), ("fsdp", "data"))),
-    "('fsdp', 'data') can never be reached",
-  ),
+  (lambda: LogicalRules(name=first(("data", "fsdp"), ("fsdp", "data"))),
+    "('fsdp', 'data') can never be reached"),
   (lambda: LogicalRules(name=("data", "data")), "('data', 'data') is not a tuple of distinct mesh axes"),
-  (
-    lambda: LogicalRules(name=("data", 3)),
-    "or several candidates: name=nxp.LogicalRules.first('tensor', None)",
-  ),
+  (lambda: LogicalRules(name=("data", 3)),
+    "or several candidates: name=nxp.LogicalRules.first('tensor', None)"),
   (
     lambda: LogicalRules(heads=("tensor", None)),
     "rule for 'heads': ('tensor', None) is not a tuple of distinct mesh axes.\n"
@@ -81,20 +75,16 @@ REFUSED = [
     " for the first that fits.",
   ),
   (lambda: LogicalRules(batch="data").replace(embed=["fsdp"]), "embed=('fsdp',) for all of them"),
-  (
-    lambda: RuleSet.of({"mlp": [("data", "fsdp"), None]}),
-    "rule for 'mlp': [('data', 'fsdp'), None] is a list",
-  ),
+  (lambda: RuleSet.of({"mlp": [("data", "fsdp"), None]}),
+    "rule for 'mlp': [('data', 'fsdp'), None] is a list"),
   (lambda: LogicalRules({"col-x": []}), "{'col-x': ()} for all of them, {'col-x': nxp.LogicalRules.first()}"),
   (lambda: LogicalRules(mlp=4), "rule for 'mlp': (4,) is not"),
   (lambda: LogicalRules({"mlp": "tensor"}, mlp="fsdp"), "logical name 'mlp' has two rules.\n  Fix: keep one"),
   (lambda: LogicalRules(vocab="tensor", uneven={"vocab": "stretch"}), "does not fit these rules"),
   (lambda: LogicalRules(vocab="tensor", uneven={"words": "pad"}), "policies error, next, pad, replicate"),
   (lambda: LogicalRules(mlp="tensor", unknown="ignore"), 'use "error" or "replicate"'),
-  (
-    lambda: RuleSet.of("fsdp"),
-    "'fsdp' is not a sharding rule.\n  Fix: pass nxp.LogicalRules(embed=\"fsdp\")",
-  ),
+  (lambda: RuleSet.of("fsdp"),
+    "'fsdp' is not a sharding rule.\n  Fix: pass nxp.LogicalRules(embed=\"fsdp\")"),
   (lambda: RuleSet.of([("embed", "fsdp")]), "through nxp.LogicalRules.from_linen(pairs)"),
   (lambda: RuleSet.of([nxp.fsdp(), nxp.replicate()]), "two fallbacks: fsdp('fsdp', "),
   (lambda: RuleSet.of([{"mlp": "tensor"}, {"mlp": "fsdp"}]), "has two rules.\n  'tensor' and 'fsdp'"),
@@ -109,7 +99,7 @@ REFUSED = [
   (lambda: PathRules([("kernel", ("...", ..., ...))]), ", with two ...."),
   (lambda: PathRules([("kernel", None), ("kernel", ("a",))]), "'kernel' is given twice"),
   (lambda: PathRules([((), None)]), "path rule () has no pattern"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "text"), REFUSED)

@@ -243,21 +243,15 @@ def test_devices_have_equal_work_for_documents_of_all_lengths():
 ERRORS = {
   "a bias": (lambda f, x: f(x, x, x, bias=x), "the full attention weights never exist"),
   "dropout": (lambda f, x: f(x, x, x, dropout_rate=0.1), "dropout_rate=0.1"),
-  "a mask": (
-    lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)),
-    r"a mask of keys is \(2, 1, 1, 8\)",
-  ),
+  "a mask": (lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)),
+    r"a mask of keys is \(2, 1, 1, 8\)"),
   "a length": (lambda f, x: f(x, x, x), "pad them to 12"),
   "heads": (lambda f, x: f(x, x[:, :, :3], x[:, :, :3]), "do not fit each other"),
-  "segments": (
-    lambda f, x: f(x, x, x, segment_ids=jnp.ones((2, 9), int)),
-    r"segment_ids are int32 of shape \(2, 9\)",
-  ),
-  "positions": (
-    lambda f, x: f(x, x, x, positions=jnp.ones((2, 10))),
-    r"(?s)positions are float32 of .*integers of shape \(2, 10\)",
-  ),
-}
+  "segments": (lambda f, x: f(x, x, x, segment_ids=jnp.ones((2, 9), int)),
+    r"segment_ids are int32 of shape \(2, 9\)"),
+  "positions": (lambda f, x: f(x, x, x, positions=jnp.ones((2, 10))),
+    r"(?s)positions are float32 of .*integers of shape \(2, 10\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -284,7 +278,7 @@ def test_options_and_meshes_that_are_none_are_refused():
     nxp.parallel.zigzag(ids[:, :12], 2, segment_ids=ids)
   with pytest.raises(SchemeError, match="dim=0"):
     nxp.parallel.zigzag(ids, 2, dim=0, segment_ids=ids)
-  with pytest.raises(SchemeError, match="block=0 is not a number from 1 up"):
+  with pytest.raises(SchemeError, match=r"block=0(.|\n)*1 to "):
     nxp.parallel.zigzag(ids, 2, segment_ids=ids, block=0)
   with pytest.raises(SchemeError, match=r"shards=2\.5"):
     nxp.parallel.zigzag(ids, 2.5)
@@ -372,15 +366,11 @@ def on_one_device():
 MODELS = {
   "all to all": ({"data": 2, "context": 4}, {"how": "ulysses"}, {}, False),
   "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
-  "rings of some heads": (
-    {"data": 2, "context": 2, "heads": 2},
-    {"zigzag": True, "heads_axis": "heads"},
-    {"microbatches": 2},
-    False,
-  ),
+  "rings of some heads": ({"data": 2, "context": 2, "heads": 2}, {"zigzag": True, "heads_axis": "heads"},
+    {"microbatches": 2}, False),
   "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
   "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"scan_layers": True, "remat": "full"}, False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -408,35 +398,8 @@ def test_training_equals_one_device(case):
 FUSED = {
   "causal": ({"data": 2, "context": 4}, 4, {"causal": True}, True),
   "window, few heads": ({"data": 2, "context": 4}, 2, {"causal": True, "window": 70}, False),
-  "zigzag": ({"data": 2, "context": 4}, 4, {"causal": True, "zigzag": True}, True),
   "both sides": ({"context": 4}, 4, {"window": 30}, False),
 }
-
-
-def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
-  """An attention by the fused kernel has the values and gradients of the whole sequence."""
-  (q, k, v, w, segments), shards = drawn(2, length, kv_heads), axes["context"]
-  segments = segments if segmented else None
-  attend = nxp.parallel.context_attention(fused=True, **options)
-  plain = {name: options[name] for name in ("causal", "window") if name in options}
-
-  def turned(x, **how):
-    return nxp.parallel.zigzag(x, shards, **how) if options.get("zigzag") and x is not None else x
-
-  def split(q, k, v):
-    q, k, v, ids = (turned(x) for x in (q, k, v, segments))
-    return turned(attend(q, k, v, segment_ids=ids), inverse=True)
-
-  def loss(function):
-    return jax.jit(jax.value_and_grad(lambda *x: (function(*x) * w).sum(), argnums=(0, 1, 2)))
-
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
-  with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
-    assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
-    found = loss(split)(q, k, v)
-  expected = loss(lambda *x: whole(*x, segments, **plain))(q, k, v)
-  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -445,4 +408,20 @@ def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
 def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(kernels.splash_attention, interpret=True))
   axes, kv_heads, options, segmented = FUSED[case]
-  assert_by_kernel(axes, {"how": "ulysses", **options}, 256, kv_heads, segmented=segmented)
+  q, k, v, w, segments = drawn(2, 256, kv_heads)
+  segments = segments if segmented else None
+  attend = nxp.parallel.context_attention(how="ulysses", fused=True, **options)
+
+  def loss(attend):
+    return jax.jit(jax.value_and_grad(lambda *x: (attend(*x) * w).sum(), argnums=(0, 1, 2)))
+
+  def split(q, k, v):
+    return attend(q, k, v, segment_ids=segments)
+
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+  with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
+    assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
+    found = loss(split)(q, k, v)
+  expected = loss(lambda *x: whole(*x, segments, **options))(q, k, v)
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -45,11 +45,7 @@ def test_a_batch_of_keys_may_be_abstract():
   def noisy(model, batch):
     return (model(jax.vmap(lambda key: jax.random.normal(key, (4,)))(batch)) ** 2).mean()
 
-  plan = nxp.plan(
-    lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
-    nxp.make_mesh(data=8),
-    nxp.replicate(),
-    optimizer=optax.sgd(0.1),
-  )
+  init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
   lowered = nxp.train_step(noisy).lower(plan, batch=jax.ShapeDtypeStruct((16,), jax.random.key(0).dtype))
   assert "sharding" in lowered.as_text()

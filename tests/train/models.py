@@ -27,6 +27,20 @@ class Net(nnx.Module):
     return self.down(nnx.relu(self.up(x)))
 
 
+class Normed(nnx.Module):
+  """Norms over the tensor axis before kernels over fsdp and tensor: XLA alone swaps their examples."""
+
+  def __init__(self, rngs):
+    self.norms = nnx.List([nnx.RMSNorm(16, scale_metadata=named("mlp"), rngs=rngs) for _ in range(2)])
+    kernel = named("embed", "mlp")
+    self.layers = nnx.List([nnx.Linear(16, 16, kernel_metadata=kernel, rngs=rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    for norm, layer in zip(self.norms, self.layers, strict=True):
+      x = x + jnp.sin(layer(norm(x)))
+    return x
+
+
 def loss_fn(model, x):
   return ((model(x).astype(jnp.float32) - x) ** 2).mean()
 

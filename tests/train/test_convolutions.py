@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
+from layout.models import named
 from nnx_parallel.train.mend import with_correct_convolutions
 from training import other_notes, placed
 
@@ -32,15 +33,8 @@ class Net(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs):
     def conv(groups: int) -> nnx.Conv:
-      return nnx.Conv(
-        8,
-        8,
-        (3, 3),
-        feature_group_count=groups,
-        kernel_metadata={"out_sharding": CHANNELS},
-        bias_metadata={"out_sharding": ("conv",)},
-        rngs=rngs,
-      )
+      names = {"kernel_metadata": named(*CHANNELS), "bias_metadata": named("conv")}
+      return nnx.Conv(8, 8, (3, 3), feature_group_count=groups, rngs=rngs, **names)
 
     self.stem = nnx.Conv(3, 8, (3, 3), rngs=rngs)
     self.grouped, self.depthwise = conv(2), conv(8)
@@ -180,10 +174,7 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
 
   def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
     def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-      y = jax.lax.conv_general_dilated(
-        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
-      )
-      return jax.checkpoint(scaled)(y), None
+      return jax.checkpoint(scaled)(convolve(kernel, x, feature_group_count=4)), None
 
     return jax.lax.scan(step, x, None, length=2)[0].sum()
 

@@ -81,9 +81,6 @@ class Scaled(nnx.Module):
     self.weight = nnx.Param(jnp.ones(4))
     self.scale = 1.0
 
-  def product(self, x):
-    return self.weight[...] * x
-
 
 def set_past(model):
   vars(model)["scale"] = 2.0
@@ -98,10 +95,7 @@ def test_the_next_step_trains_what_is_there(edit):
   edit(model)
   losses.append(float(step(model, optimizer, jnp.ones(4))["loss"]))
   assert losses == [4.0, 4.0, 8.0]
-  assert [str(compiled) for compiled in step.compiles] == [
-    "call 0: first call",
-    "call 2: model.scale: 1.0 -> 2.0",
-  ]
+  assert [str(x) for x in step.compiles] == ["call 0: first call", "call 2: model.scale: 1.0 -> 2.0"]
 
 
 def test_nothing_is_not_taken_for_the_last_models():
@@ -127,13 +121,9 @@ def squares(model, x):
   return (model(x) ** 2).mean()
 
 
-def wide(tx=None, **options):
-  plan = nxp.plan(
-    lambda: Wide(nnx.Rngs(0), **options),
-    nxp.make_mesh(fsdp=8),
-    nxp.fsdp(min_size=0),
-    optimizer=tx or optax.adam(1e-2),
-  )
+def wide(**options):
+  init, rules = lambda: Wide(nnx.Rngs(0), **options), nxp.fsdp(min_size=0)
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules, optimizer=optax.adam(1e-2))
   return plan, *nxp.create_sharded_model(plan)
 
 
@@ -181,9 +171,7 @@ def test_parameters_that_the_optimizer_does_not_know_are_an_error_that_says_what
   step, x = nxp.train_step(squares), nxp.shard_batch(jnp.ones((8, 8)), plan)
   step(model, optimizer, x)
   edit(model)
-  with pytest.raises(
-    nxp.errors.TrainError, match="the state of the optimizer does not fit the parameters"
-  ) as error:
+  with pytest.raises(nxp.errors.TrainError, match="state of the optimizer does not fit the param") as error:
     step(model, optimizer, x)
   assert line in str(error.value)
   fix = str(error.value).split("Fix: ")[1]
@@ -225,11 +213,7 @@ def test_a_variable_of_none_that_the_loss_fills_is_an_error(microbatches):
   model = Lazy()
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
   step = nxp.train_step(loss, microbatches=microbatches)
-  with pytest.raises(nxp.errors.TrainError) as caught:
+  text = r"(?s)put an array into seen, which held None.*Fix: .* of its shape: nnx.Variable\(jnp.zeros\(shape"
+  with pytest.raises(nxp.errors.TrainError, match=text):
     step(model, optimizer, np.ones((4, 2), np.float32))
-  assert str(caught.value) == (
-    "the step put an array into seen, which held None.\n"
-    "  a step has a place for the arrays that were there before it, and would drop this one\n"
-    "  Fix: create it with an array of its shape: nnx.Variable(jnp.zeros(shape))."
-  )
   assert model.seen.get_value() is None

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnx_parallel as nxp
 from nnx_parallel.layout.known_faults import KNOWN_FAULTS
 from nnx_parallel.testing import assert_same_training
-from train.models import RULES
+from train.models import RULES, Normed
 from training import placed
 
 RNG = np.random.default_rng(0)
@@ -50,48 +50,28 @@ def grouped_convolution() -> float:
 
 def split_window() -> float:
   mesh = nxp.make_mesh(fsdp=2, tensor=2, other=2)
-  return off(
-    jax.grad(convolution),
-    mesh,
-    (normal(3, 8, 8), jax.P()),
-    (normal(8, 8, 8), jax.P("fsdp", "tensor")),
-    out=jax.P(),
-  )
+  given = (normal(3, 8, 8), jax.P()), (normal(8, 8, 8), jax.P("fsdp", "tensor"))
+  return off(jax.grad(convolution), mesh, *given, out=jax.P())
 
 
 def swapped_examples() -> float:
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   batch = ("data", "fsdp")
-  return off(
-    lambda dy, w: dy @ w.T,
-    mesh,
-    (normal(16, 32), jax.P(batch, "tensor")),
-    (normal(32, 32), jax.P("fsdp", "tensor")),
-    out=jax.P(batch, "tensor"),
-  )
+  given = (normal(16, 32), jax.P(batch, "tensor")), (normal(32, 32), jax.P("fsdp", "tensor"))
+  return off(lambda dy, w: dy @ w.T, mesh, *given, out=jax.P(batch, "tensor"))
 
 
 def crossed_gradient() -> float:
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  return off(
-    lambda x, dy: x.T @ dy,
-    mesh,
-    (normal(16, 32), jax.P("fsdp", "data")),
-    (normal(16, 32), jax.P("fsdp", ("tensor", "data"))),
-    out=jax.P("fsdp", "tensor"),
-  )
+  given = (normal(16, 32), jax.P("fsdp", "data")), (normal(16, 32), jax.P("fsdp", ("tensor", "data")))
+  return off(lambda x, dy: x.T @ dy, mesh, *given, out=jax.P("fsdp", "tensor"))
 
 
 def looked_up_rows() -> float:
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   batch = ("tensor", "fsdp")
-  return off(
-    lambda table, tokens: table[tokens],
-    mesh,
-    (normal(32, 16), jax.P("data")),
-    (np.arange(8) * 3 % 32, jax.P(batch)),
-    out=jax.P(batch, "data"),
-  )
+  given = (normal(32, 16), jax.P("data")), (np.arange(8) * 3 % 32, jax.P(batch))
+  return off(lambda table, tokens: table[tokens], mesh, *given, out=jax.P(batch, "data"))
 
 
 def split_kernel() -> float:
@@ -114,20 +94,6 @@ CANARIES = {
   "looked-up rows": looked_up_rows,
   "split kernel": split_kernel,
 }
-
-
-class Normed(nnx.Module):
-  """Norms over the tensor axis before kernels over fsdp and tensor."""
-
-  def __init__(self, rngs: nnx.Rngs):
-    scale, kernel = {"out_sharding": ("mlp",)}, {"out_sharding": ("embed", "mlp")}
-    self.norms = nnx.List([nnx.RMSNorm(16, scale_metadata=scale, rngs=rngs) for _ in range(2)])
-    self.layers = nnx.List([nnx.Linear(16, 16, kernel_metadata=kernel, rngs=rngs) for _ in range(2)])
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    for norm, layer in zip(self.norms, self.layers, strict=True):
-      x = x + jnp.sin(layer(norm(x)))
-    return x
 
 
 class Convolved(nnx.Module):
@@ -261,14 +227,10 @@ def test_a_plan_that_splits_the_windows_of_a_convolution_beside_an_idle_axis_is_
   def plan(groups: int = 1, **sizes: int) -> nxp.Plan:
     return nxp.plan(lambda: Images(nnx.Rngs(0), groups), nxp.make_mesh(**sizes), rules)
 
-  with pytest.raises(
-    nxp.errors.PlanError, match=r"conv: XLA makes the kernel gradient .* 2 times too"
-  ) as caught:
+  text = r"(?s)conv: XLA makes the kernel gradient .* 2 times too.*tensor shards positions, and other neither"
+  text += r" them nor the examples.*Fix: let other shard the examples too: .*\(batch=\('data', 'other'\)\)"
+  with pytest.raises(nxp.errors.PlanError, match=text):
     plan(data=2, tensor=2, other=2)
-  assert "tensor shards positions, and other neither them nor the examples" in str(caught.value)
-  assert "Fix: let other shard the examples too: nxp.LogicalRules(batch=('data', 'other'))" in str(
-    caught.value
-  )
   plan(data=2, tensor=4)
   plan(8, data=2, tensor=2, other=2)  # by hand in a step
 
@@ -305,15 +267,6 @@ def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
     assert "data shards the rows of tables, several axes shard the examples" in rows.notes[0]
   for axes in ({"data": 2, "fsdp": 4}, {"fsdp": 8}, {"data": 2, "tensor": 4}):
     assert not nxp.plan(layer, nxp.make_mesh(**axes), nxp.fsdp([*axes][-1], min_size=0)).notes
-
-
-class MLP(nnx.Module):
-  """The model of the README: no activation has the length of `embed` over the tensor axis."""
-
-  def __init__(self, rngs: nnx.Rngs):
-    up, down = {"out_sharding": ("embed", "mlp")}, {"out_sharding": ("mlp", "embed")}
-    self.up = nnx.Linear(16, 32, kernel_metadata=up, rngs=rngs)
-    self.down = nnx.Linear(32, 16, kernel_metadata=down, rngs=rngs)
 
 
 class LookedUpTwice(nnx.Module):

@@ -90,10 +90,8 @@ FOLLOWS = {
   "fixed divisor": (lambda p, b: losses(p, b).sum() / 18, "mean"),
   "mean taken for a sum": (lambda p, b: losses(p, b).mean(), "sum"),
   "masked sum": (lambda p, b: (losses(p, b) * b["mask"]).sum(), "sum"),
-  "mean of each example first": (
-    lambda p, b: (losses(p, b).sum(1) / b["mask"].sum(1).clip(1)).mean(),
-    "mean",
-  ),
+  "mean of each example first": (lambda p, b: (losses(p, b).sum(1) / b["mask"].sum(1).clip(1)).mean(),
+    "mean"),
   "scan": (scanned, "mean"),
   "vmap": (lambda p, b: jax.vmap(lambda x: features(p, {"x": x[None]})[0].max())(b["x"]).mean(), "mean"),
   "checkpoint": (lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p), "mean"),
@@ -106,13 +104,10 @@ FOLLOWS = {
   "top, approximately": (lambda p, b: jax.lax.approx_max_k(features(p, b), 2)[0].mean(), "mean"),
   "largest of each slot": (
     lambda p, b: jax.vmap(lambda i, x: jnp.zeros((4, 4)).at[i].max(x))(b["y"], features(p, b)).mean(),
-    "mean",
-  ),
-  "branch": (
-    lambda p, b: jax.lax.cond(p["b"][0] > 0, losses, lambda p, b: 2 * losses(p, b), p, b).mean(),
-    "mean",
-  ),
-}
+    "mean"),
+  "branch": (lambda p, b: jax.lax.cond(p["b"][0] > 0, losses, lambda p, b: 2 * losses(p, b), p, b).mean(),
+    "mean"),
+}  # fmt: skip
 FAILS = {
   "contrastive": (contrast, "mean", r"dot_general \(.*test_linearity.py"),
   "balance of experts": (balance, "mean", "mul"),
@@ -123,15 +118,11 @@ FAILS = {
   "statistics": (lambda p, b: ((features(p, b) - features(p, b).mean(0)[None]) ** 2).mean(), "mean", ""),
   "order": (lambda p, b: (jnp.cumsum(features(p, b), 0) ** 2).mean(), "mean", "cumsum"),
   "zeros over the first example": (
-    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((1, 3)), (0, 0)).mean(),
-    "mean",
-    "dynamic_update_slice",
-  ),
+    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((1, 3)), (0, 0)).mean(), "mean",
+    "dynamic_update_slice"),
   "zeros over the examples of one part": (
-    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((ROWS, 3)), (0, 0)).mean(),
-    "mean",
-    "dynamic_update_slice",
-  ),
+    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((ROWS, 3)), (0, 0)).mean(), "mean",
+    "dynamic_update_slice"),
   "zeros over rows that examples name": (
     lambda p, b: (
       (p["w"].ravel().at[abs(5 * b["x"][:, 0, 0]).astype(int)].set(0.0) ** 2).sum() + losses(p, b).mean()
@@ -142,11 +133,9 @@ FAILS = {
   "neighbours": (lambda p, b: (features(p, b) * jnp.roll(features(p, b), 1, 0)).mean(), "mean", ""),
   "rule that looks at all cotangents": (clipped, "mean", ""),
   "another program for more rows": (
-    lambda p, b: losses(p, b).mean() * (1.0 if len(b["x"]) > ROWS else p["w"].sum()),
-    "mean",
-    "depends on the number of examples",
-  ),
-}
+    lambda p, b: losses(p, b).mean() * (1.0 if len(b["x"]) > ROWS else p["w"].sum()), "mean",
+    "depends on the number of examples"),
+}  # fmt: skip
 
 
 def read(loss, how, rows=ROWS, parts=PARTS):
@@ -275,26 +264,23 @@ STEPS = {
 }
 
 
+def planned(init, sizes, rate):
+  mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+  split = nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate()
+  return nxp.plan(init, mesh, [nxp.LogicalRules(batch=tuple(sizes)), split], optimizer=optax.sgd(rate))
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize(("of", "once"), STEPS.values(), ids=STEPS)
 def test_a_step_equals_one_device_with_the_same_microbatches(of, once, axes, parts):
   def trained(sizes):
-    mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
-    rules = [
-      nxp.LogicalRules(batch=tuple(sizes)),
-      nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate(),
-    ]
-    plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+    plan = planned(lambda: Net(nnx.Rngs(0)), sizes, 0.1)
     model, optimizer = placed(plan)
     step = nxp.train_step(model.loss(of), microbatches=parts)
     metrics = step(model, optimizer, nxp.shard_batch(inputs(16), plan))
-    return (
-      {name: float(x) for name, x in metrics.items()},
-      np.asarray(model.layer.kernel[...]),
-      step.reduction,
-    )
+    return {k: float(x) for k, x in metrics.items()}, np.asarray(model.layer.kernel[...]), step.reduction
 
   (metrics, kernel, _), (found, ours, how) = trained({"data": 1}), trained(axes)
   assert found == pytest.approx(metrics, rel=1e-5)
@@ -339,19 +325,8 @@ def test_random_numbers_by_example_are_reduced_once_and_equal_one_device(kind, a
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
   def trained(sizes):
-    mesh = nxp.make_mesh(sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
-    rules = [
-      nxp.LogicalRules(batch=tuple(sizes)),
-      nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate(),
-    ]
-    init = lambda: Dropped(nnx.Rngs(0, noise=1, dropout=2), kind)
-    return run_steps(
-      nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.5)),
-      loss,
-      [inputs(size, seed) for seed in range(3)],
-      microbatches=2,
-      **options,
-    )
+    plan = planned(lambda: Dropped(nnx.Rngs(0, noise=1, dropout=2), kind), sizes, 0.5)
+    return run_steps(plan, loss, [inputs(size, seed) for seed in range(3)], microbatches=2, **options)
 
   wanted, found = trained({"data": 1}), trained(axes)
   assert found.losses == pytest.approx(wanted.losses, rel=1e-5)

@@ -9,7 +9,6 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from layout.models import named
-from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.layout import offload
 from train import models
 from train.models import data, loss_fn
@@ -75,24 +74,8 @@ def test_the_plan_says_where_and_counts_it_off_the_device():
   assert categories["optimizer"] == away.bytes_per_device("optimizer") == 8
 
 
-def test_a_checkpoint_is_restored_into_each_memory(tmp_path):
-  tx = optax.adam(1e-2)
-  model, optimizer, _ = train(plan_on(tx, HOST), 1)
-  saved = {path: np.asarray(value_of(leaf)) for path, leaf in variables(optimizer).items()}
-  with nxp.Checkpointer(tmp_path) as checkpoints:
-    for step, memory in enumerate((None, HOST)):
-      checkpoints.save(step, model, optimizer)
-      plan = plan_on(tx, memory)
-      model, optimizer = checkpoints.restore(plan)
-      nxp.check_layout(model, plan, optimizer=optimizer)
-      for path, leaf in variables(optimizer).items():
-        np.testing.assert_array_equal(value_of(leaf), saved[path])
-
-
 def test_what_is_refused():
-  with pytest.raises(
-    nxp.errors.PlanError, match="optimizer_memory='host' is not a memory that state can be fetched from"
-  ):
+  with pytest.raises(nxp.errors.PlanError, match="optimizer_memory='host' is not a memory that state can"):
     plan_on(optax.adam(1e-2), "host")
   with pytest.raises(nxp.errors.PlanError, match="places optimizer state, but there is no optimizer"):
     plan_on(None, HOST)

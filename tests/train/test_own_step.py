@@ -13,6 +13,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from training import placed
 
+X = np.random.default_rng(0).standard_normal((16, 8), dtype=np.float32)
 compilations: list[str] = []
 
 
@@ -47,45 +48,29 @@ def update(model, optimizer, batch):
   return loss
 
 
-def under_nnx_jit(model, optimizer):
-  step = nnx.jit(update, donate_argnums=(0, 1))
-  return lambda batch: step(model, optimizer, batch)
-
-
-def eager(model, optimizer):
-  return lambda batch: update(model, optimizer, batch)
-
-
-def losses_of(make, *, kind=Block, explicit=False, count=3, **options):
-  """Trains a few steps of `make(model, optimizer)`; the layout and the compilations are checked."""
+def losses_of(*, explicit, **options):
+  """Trains three steps; the layout and the compilations are checked."""
   axes = {"data": 8} if explicit else {"data": 2, "fsdp": 4}
   rules = nxp.replicate() if explicit else nxp.fsdp(min_size=64)
-  plan = nxp.plan(
-    lambda: kind(nnx.Rngs(0)),
-    nxp.make_mesh(**axes, explicit=explicit),
-    rules,
-    optimizer=optax.adamw(1e-2),
-    **options,
-  )
+  mesh = nxp.make_mesh(**axes, explicit=explicit)
+  plan = nxp.plan(lambda: Block(nnx.Rngs(0)), mesh, rules, optimizer=optax.adamw(1e-2), **options)
   model, optimizer = placed(plan)
-  step = make(model, optimizer)
-  x = np.random.default_rng(0).standard_normal((16, 8), dtype=np.float32)
-  batch = nxp.shard_batch(x, plan)
-  losses = [float(step(batch))]
+  step = nnx.jit(update, donate_argnums=(0, 1))
+  batch = nxp.shard_batch(X, plan)
+  losses = [float(step(model, optimizer, batch))]
   compilations.clear()
-  losses += [float(step(batch)) for _ in range(count - 1)]
-  assert make is eager or not compilations
+  losses += [float(step(model, optimizer, batch)) for _ in range(2)]
+  assert not compilations
   nxp.check_layout(model, plan, optimizer=optimizer)
   return losses
 
 
 @functools.cache
-def expected(kind=Block):
-  model = kind(nnx.Rngs(0))
+def expected():
+  model = Block(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-  x = np.random.default_rng(0).standard_normal((16, 8), dtype=np.float32)
   step = nnx.jit(update)
-  return [float(step(model, optimizer, x)) for _ in range(3)]
+  return [float(step(model, optimizer, X)) for _ in range(3)]
 
 
 @pytest.mark.cases(1)
@@ -94,7 +79,7 @@ def expected(kind=Block):
   [(True, 0, "pinned_host"), (True, 1, None), (False, 0, None), (False, 1, "pinned_host")],
 )
 def test_nnx_jit_compiles_once_and_keeps_the_layout(explicit, zero, memory):
-  found = losses_of(under_nnx_jit, explicit=explicit, zero=zero, optimizer_memory=memory)
+  found = losses_of(explicit=explicit, zero=zero, optimizer_memory=memory)
   np.testing.assert_allclose(found, expected(), rtol=1e-5)
 
 

@@ -26,10 +26,7 @@ def init():
 
 
 def run(build, sizes, steps=4):
-  mesh = nxp.make_mesh(
-    dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), devices=jax.devices()[: np.prod(sizes)]
-  )
-  plan = nxp.plan(build, mesh, RULES, optimizer=optax.adam(1e-2))
+  plan = planned(build, dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), RULES, tx=optax.adam(1e-2))
   step = nxp.train_step(loss_fn)
   x = nxp.shard_batch(data()[0], plan)
   text = step.lower(plan, batch=x).as_text()
@@ -96,8 +93,8 @@ class Block(nnx.Module):
 class Blocks(nnx.Module):
   """Blocks in turn."""
 
-  def __init__(self, rngs, depth=2):
-    self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
+  def __init__(self, rngs):
+    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
 
   def __call__(self, x):
     for block in self.blocks:
@@ -105,7 +102,7 @@ class Blocks(nnx.Module):
     return x
 
 
-def blocked_rule(form, path=r"blocks/\d/.*", **more):
+def blocked_rule(form, path=r"blocks/\d/.*"):
   """Products of a form; the backward pass of NVFP4 is not rounded: its gradients would be zero."""
   import qwix
 
@@ -115,33 +112,28 @@ def blocked_rule(form, path=r"blocks/\d/.*", **more):
     tiles = {"dlhs_tile_size": tile, "drhs_tile_size": tile}
     low = {"dlhs_residual_qtype": form, "drhs_residual_qtype": form}
     backward = {"bwd_qtype": form, "additional_qt_config": tiles | low}
-  return qwix.QtRule(module_path=path, weight_qtype=form, act_qtype=form, tile_size=tile, **(backward | more))
+  return qwix.QtRule(module_path=path, weight_qtype=form, act_qtype=form, tile_size=tile, **backward)
 
 
-def blocked(rules, depth=2):
+def blocked(rules):
   """The constructor of `Blocks` under rules of qwix."""
   import qwix
 
   x = jnp.zeros((1, SEQUENCE, WIDTH), jnp.float64)
-  return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0), depth), qwix.QtProvider(rules), x)
+  return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0)), qwix.QtProvider(rules), x)
 
 
-def batches(steps=2):
-  return [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(steps)]
+def batches():
+  return [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(2)]
 
 
 def squares(model, x):
   return ((model(x) - x[:, ::-1]) ** 2).mean()
 
 
-def planned(build, sizes, rules=BLOCKED, *, explicit=False, **options):
+def planned(build, sizes, rules=BLOCKED, *, explicit=False, tx=None, **options):
   mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())], explicit=explicit)
-  return nxp.plan(build, mesh, rules, optimizer=optax.sgd(0.3), **options)
-
-
-def losses_of(plan, data=(), **options):
-  model, optimizer, losses, step = run_steps(plan, squares, data or batches(), **options)
-  return losses, step, model, optimizer
+  return nxp.plan(build, mesh, rules, optimizer=tx or optax.sgd(0.3), **options)
 
 
 @pytest.fixture
@@ -153,7 +145,7 @@ def wide():
 @functools.cache
 def one_device(form, microbatches=1):
   plan = planned(blocked([blocked_rule(form)]), ONE)
-  return losses_of(plan, microbatches=microbatches)[0]
+  return run_steps(plan, squares, batches(), microbatches=microbatches).losses
 
 
 LAYOUTS = {
@@ -188,14 +180,10 @@ def test_block_formats_equal_one_device(wide, form, layout):
   sizes, planning, options = LAYOUTS[layout]
   plan = planned(blocked([blocked_rule(form)]), sizes, **planning)
   assert any(any(leaf.padding) for leaf in plan.leaves) == (layout == "padded")
-  losses, step, *_ = losses_of(plan, **options)
-  np.testing.assert_allclose(losses, one_device(form, options.get("microbatches", 1)), rtol=1e-13)
-  done = {
-    "scan, remat": "one scan of 2",
-    "explicit, blockwise": "2 found",
-    "pipeline": "a pipeline over stage",
-  }
-  assert done.get(layout, "") in str(step.layers)
+  run = run_steps(plan, squares, batches(), **options)
+  np.testing.assert_allclose(run.losses, one_device(form, options.get("microbatches", 1)), rtol=1e-13)
+  done = {"scan, remat": "one scan of 2", "explicit, blockwise": "2 found", "pipeline": "pipeline over stage"}
+  assert done.get(layout, "") in str(run.step.layers)
 
 
 @pytest.mark.cases(2)

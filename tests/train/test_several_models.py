@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from train.models import Normed
 from training import placed
 
 STEPS = 15
@@ -117,20 +118,6 @@ def test_a_gan_equals_a_loop_written_by_hand():
   assert len(step.compiles) == 1
   nxp.check_layout(gen, gen_plan, optimizer=gen_opt)
   nxp.check_layout(disc, disc_plan, optimizer=disc_opt)
-
-
-class Normed(nnx.Module):
-  """Products whose gradients XLA gets wrong on three axes (`swapped examples`), if no layout is held."""
-
-  def __init__(self, rngs):
-    scale, kernel = {"out_sharding": ("mlp",)}, {"out_sharding": ("embed", "mlp")}
-    self.norms = nnx.List([nnx.RMSNorm(16, scale_metadata=scale, rngs=rngs) for _ in range(2)])
-    self.layers = nnx.List([nnx.Linear(16, 16, kernel_metadata=kernel, rngs=rngs) for _ in range(2)])
-
-  def __call__(self, x):
-    for norm, layer in zip(self.norms, self.layers, strict=True):
-      x = x + jnp.sin(layer(norm(x)))
-    return x
 
 
 def teacher():

@@ -40,8 +40,8 @@ def test_the_state_is_split_over_the_axes_that_its_parameter_does_not_use():
 SCATTERED = "gradients are scattered into the layout of the optimizer state"
 
 
-def reduction(plan, live=None, microbatches=2, **options):
-  model, optimizer = live or placed(plan)
+def reduction(plan, microbatches=2, **options):
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss_fn, microbatches=microbatches, **options)
   step(model, optimizer, nxp.shard_batch(data()[0], plan))
   return step.reduction
@@ -58,15 +58,10 @@ def test_a_step_follows_the_stage_of_the_plan():
   one, two = plan_on("dp", zero=1), plan_on("dp", zero=2)
   assert reduction(two).endswith(SCATTERED)
   assert reduction(two, microbatches=1) == "once: one batch, into the layout of the optimizer state"
-  assert (
-    reduction(one)
-    == reduction(two, gradients="like_parameters")
-    == "once, after the scan, over data, in float32"
-  )
+  once = "once, after the scan, over data, in float32"
+  assert reduction(one) == reduction(two, gradients="like_parameters") == once
   assert program(two) == program(two, gradients="scattered") != program(one)
-  assert (
-    program(one) == program(one, gradients="like_parameters") == program(two, gradients="like_parameters")
-  )
+  assert program(one) == program(two, gradients="like_parameters")
 
 
 def test_a_stage_that_splits_nothing_leaves_the_step_as_it_is():
@@ -107,22 +102,19 @@ def test_what_is_refused(options, message):
 
 def test_a_stage_that_has_no_axes_is_an_error_and_not_a_no_op():
   rules = nxp.LogicalRules(batch=None, embed=None, mlp="tensor")
-  with pytest.raises(nxp.errors.PlanError) as caught:
-    nxp.plan(init, nxp.abstract_mesh(data=4, tensor=2), rules, optimizer=optax.adam(1e-2), zero=1)
-  assert str(caught.value) == (
-    "zero=1 splits nothing: no mesh axis splits the batch.\n"
-    "  mesh {'data': 4, 'tensor': 2}\n"
-    "  Fix: zero_axes='data', or split the batch: nxp.LogicalRules(batch='data')."
+  text = (
+    r"(?s)zero=1 splits nothing: no mesh axis splits the batch.*Fix: zero_axes='data', or split the batch"
   )
+  with pytest.raises(nxp.errors.PlanError, match=text):
+    nxp.plan(init, nxp.abstract_mesh(data=4, tensor=2), rules, optimizer=optax.adam(1e-2), zero=1)
 
 
 class Twice(nnx.Module):
   """Two kernels of one shape, the path of one ending as the other's, on different axes."""
 
   def __init__(self, rngs):
-    self.inner = nnx.Linear(
-      16, 16, use_bias=False, rngs=rngs, kernel_metadata={"out_sharding": (None, "tensor")}
-    )
+    names = {"out_sharding": (None, "tensor")}
+    self.inner = nnx.Linear(16, 16, use_bias=False, rngs=rngs, kernel_metadata=names)
     self.kernel = nnx.Param(jnp.ones((16, 16)) / 16)
 
   def __call__(self, x):

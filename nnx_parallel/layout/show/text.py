@@ -77,10 +77,8 @@ def _in_notebook() -> bool:
 
 
 def grouped(leaves: Iterable[LeafPlan]) -> list[tuple[str, list[LeafPlan]]]:
-  """Groups equal leaves of repeated layers, as `(name with * for the parts that differ, leaves)`.
-
-  Their paths differ in list positions, keys that are numbers, or numbers at the end of a name (`layer_12`).
-  """
+  """Groups equal leaves of repeated layers, as `(name with * for the parts that differ, leaves)`."""
+  # Their paths differ in list positions, keys that are numbers, or numbers at the end of a name (`layer_12`).
   groups: dict[object, list[LeafPlan]] = {}
   for leaf in leaves:
     pattern = _pattern(leaf)

@@ -7,7 +7,7 @@ import pytest
 
 from nnx_parallel.core.interpret import DEFAULT, interpret, rewrite
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.picks import is_pick, pick
+from nnx_parallel.layers.picks import is_pick, pick
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (1, 5), (3, 4, 5), (1, 4, 5), (3, 1, 5), (1, 1, 5)])

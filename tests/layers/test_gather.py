@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import nnx_parallel as nxp
+from nnx_parallel.layers.gather import Gather
 from nnx_parallel.layout.constrain import mapped_axes
-from nnx_parallel.layout.gather import Gather
 
 P, FREE = jax.P, jax.P.UNCONSTRAINED
 X, TOKENS = np.linspace(-1, 1, 8 * 16, dtype=np.float32).reshape(8, 16), np.arange(24).reshape(8, 3) % 16

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, without
 from nnx_parallel.core.dims import PRODUCTS, dim_map, same_majors
-from nnx_parallel.core.interpret import Facts
+from nnx_parallel.core.interpret import DEFAULT, Facts, wiring
 from nnx_parallel.core.types import AnyArray, JaxprEqn
 
 DimAxes = tuple[str, ...]
@@ -39,19 +39,6 @@ class Flow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Met:
-  """The layout of a product's result, and the axes of its operands."""
-
-  axes: Axes  # the axes of the result
-  # whether the left operand is the data; the right operand is then a parameter, or data too
-  main_is_left: bool
-  shared: frozenset[str]  # axes of the dims that both operands have and the result keeps
-  wanted: frozenset[str]  # axes of the parameter's free dims that do not split the batch
-  main: tuple[DimAxes, ...]  # axes of the data operand's free dims in the result
-  other: tuple[DimAxes, ...]  # axes of the other operand's free dims in the result
-
-
-@dataclasses.dataclass(frozen=True)
 class Meeting:
   """The pairs of dims of the two operands of a product."""
 
@@ -63,24 +50,19 @@ class Meeting:
   # None for a plain product: in this order.
   places: Sequence[int] | None = None
 
-  def meet(self, left: Flow, right: Flow, batch: frozenset[str]) -> Met:
-    """The layout of the result; an axis on different dims of the two operands goes to one of them."""
-    main_is_left = left.data or not right.data
+  def meet(self, left: Flow, right: Flow, batch: frozenset[str]) -> Axes:
+    """The axes of the result; an axis on different dims of the two operands goes to one of them."""
+    main_is_left = left.data or not right.data  # the other operand is a parameter, or data too
     main, other = (left, right) if main_is_left else (right, left)
     main_free, other_free = self.free if main_is_left else self.free[::-1]
     used = _Used()
     shared = [used.take(left.axes[a], right.axes[b]) for a, b in zip(*self.shared, strict=True)]
-    names = frozenset(used.names)
     free = frozenset[str]() if other.data else {axis for d in other_free for axis in other.axes[d]}
-    wanted = frozenset(free) - batch
-    kept = tuple(used.take(without(main.axes[d], wanted)) for d in main_free)
-    added = tuple(used.take(other.axes[d]) for d in other_free)
-    frees = (kept, added) if main_is_left else (added, kept)
-    axes: Axes = (*shared, *frees[0], *frees[1])
-    if self.places is not None:
-      placed = dict(zip(self.places, axes, strict=True))
-      axes = tuple(placed[d] for d in sorted(placed))
-    return Met(axes, main_is_left, names, wanted, kept, added)
+    kept = [used.take(without(main.axes[d], frozenset(free) - batch)) for d in main_free]
+    added = [used.take(other.axes[d]) for d in other_free]
+    axes: Axes = (*shared, *kept, *added) if main_is_left else (*shared, *added, *kept)
+    placed = dict(zip(range(len(axes)) if self.places is None else self.places, axes, strict=True))
+    return tuple(placed[d] for d in sorted(placed))
 
 
 def meeting(eqn: JaxprEqn) -> Meeting | None:
@@ -182,6 +164,15 @@ def constraint(eqn: JaxprEqn, before: Axes) -> Axes:
 def unsplit(array: AnyArray) -> Flow:
   """The flow of a number or an array that is part of the program."""
   return Flow(((),) * np.ndim(array), data=False)
+
+
+def follow_flows(eqn: JaxprEqn, inputs: list[Flow], batch: frozenset[str]) -> Any:
+  """The flows of the results of an operation; `DEFAULT` for one that runs programs."""
+  if wiring(eqn).inner:
+    return DEFAULT
+  product, data = meeting(eqn), any(flow.data for flow in inputs)
+  results = [product.meet(inputs[0], inputs[1], batch)] if product is not None else result_axes(eqn, inputs)
+  return [Flow(axes, data) for axes in results]
 
 
 def flow_facts(follow: Callable[[JaxprEqn, list[Flow]], Any]) -> Facts[Flow]:
