@@ -214,21 +214,6 @@ def test_bytes_of_arrays():
   assert jaxprs.nbytes(np.float64(1)) == 8
 
 
-@pytest.mark.parametrize(
-  ("function", "is_random"),
-  [
-    (lambda key: jax.random.normal(key, (2,)), True),
-    (lambda key: jax.random.split(key), True),
-    (lambda key: jax.random.fold_in(key, 1), True),
-    (lambda key: jax.lax.rng_uniform(0.0, 1.0, (2,)), True),
-    (lambda key: jnp.sin(jnp.arange(3.0)), False),
-  ],
-)
-def test_draws_are_told_from_other_operations(function, is_random):
-  trace = jax.make_jaxpr(function)(jax.random.key(0))
-  assert any(map(jaxprs.is_random, jaxprs.equations(trace))) == is_random
-
-
 def test_a_hidden_dim_of_vmap_is_seen():
   seen = []
   jax.vmap(lambda x, y: seen.extend(map(jaxprs.is_batched, (x, y))) or x, in_axes=(0, None))(X, X)
