@@ -97,6 +97,7 @@ FOLLOWS = {
   "checkpoint": (lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p), "mean"),
   "sent between devices": (sent, "mean"),
   "held in a layout": (held, "mean"),
+  "zero added": (lambda p, b: ((features(p, b) + 0.0) ** 2).mean(), "mean"),
   "padded": (lambda p, b: (jnp.pad(features(p, b), ((0, 0), (1, 0), (0, 0))) ** 2).mean(), "mean"),
   "rows as one dim": (lambda p, b: (features(p, b).reshape(-1, 4) ** 2).mean(), "mean"),
   "look-up": (lambda p, b: (p["w"][b["y"]] ** 2).mean(), "mean"),
