@@ -50,7 +50,7 @@ from nnx_parallel.layers.row_statistics import (
   best,
 )
 from nnx_parallel.layout.batch import batch_axes
-from nnx_parallel.layout.constrain import rules_in_scope
+from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
@@ -119,7 +119,8 @@ def _shards(length: int) -> tuple[int, int]:
   shards = math.gcd(length, mesh.size)
   if AxisType.Explicit in mesh.axis_types:
     return shards, 1
-  split = batch_axes(RuleSet(logical=rules_in_scope() or LogicalRules()), dict(mesh.shape)) or ()
+  scope = scope_in_use()
+  split = batch_axes(RuleSet(scope.rules if scope else LogicalRules()), dict(mesh.shape)) or ()
   apart = mesh.size // math.prod(mesh.shape[axis] for axis in split)
   return shards, 1 if shards % apart else apart
 

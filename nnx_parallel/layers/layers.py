@@ -22,8 +22,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.attention.find import Attention, by_blocks, check_attention
-from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.given import is_one_of
+from nnx_parallel.core.checked import check_arguments, is_one_of
 from nnx_parallel.core.interpret import inline_calls
 from nnx_parallel.core.jaxprs import (
   bind,
