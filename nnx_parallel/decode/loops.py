@@ -104,6 +104,12 @@ class Loop:
     state = jax.lax.fori_loop(0, whole, lambda n, state: read(part, n * part, state), state)
     return read(rest, whole * part, state) if rest else state
 
+  def read_some(self, rows: jax.Array, tokens: jax.Array, position: jax.Array, state: PyTree) -> PyTree:
+    """The state after some of the rows, each with its own state, have read tokens at their positions."""
+    new = self.forward(tokens, position, state)[1]
+    rows = self.rows(rows)
+    return jax.lax.cond(rows.all(), lambda: new, lambda: self.chosen(rows, new, state))
+
   def chosen(self, rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """For each row, the new state or the old state."""
     return _choose(rows, new, old, self.dims)
@@ -241,8 +247,7 @@ def by_slots(
     prompts, position = of(some.of(s.request)).prompts, some.of(s.position)
     tokens = loop.rows(_column(prompts, position[:, None] + jnp.arange(count)[None]))
     before = jax.tree.map(some.of, s.state)
-    new, able = loop.forward(tokens, loop.rows(position), before)[1], loop.rows(some.of(here))
-    after = jax.lax.cond(able.all(), lambda: new, lambda: loop.chosen(able, new, before))
+    after = loop.read_some(some.of(here), tokens, loop.rows(position), before)
     position = jnp.where(here, s.position + count, s.position)
     token = jnp.where(here, _column(of(s.request).prompts, position), s.rows.token)
     state = jax.tree.map(some.put, s.state, after)
