@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-COUNT, LIMIT_S = 20, 300  # lines of a file; seconds for one run of its tests
+COUNT, LIMIT_S, CPU_S = 20, 300, 60  # lines of a file; seconds for one run of its tests
 ROOT = Path(__file__).resolve().parent.parent
 OTHER = {
   "Eq": "!=", "NotEq": "==", "Lt": "<=", "LtE": "<", "Gt": ">=", "GtE": ">", "Is": "is not", "IsNot": "is",
@@ -95,6 +96,7 @@ def killer(path: str, text: str, tests: list[str]) -> str:
 
   if not (child := os.fork()):
     os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     SourceFileLoader.get_code = changed
@@ -106,7 +108,7 @@ def killer(path: str, text: str, tests: list[str]) -> str:
   found = os.read(out, 1000).decode() if select.select([out], [], [], LIMIT_S)[0] else "time limit"
   os.killpg(child, signal.SIGKILL)
   os.close(out)
-  return found or ("no import" if os.waitpid(child, 0)[1] else "")
+  return found or ("no end, or no import" if os.waitpid(child, 0)[1] else "")
 
 
 def judge(name: str, tests: list[str], equivalent: Sequence[tuple[str, str]] = ()) -> str:

@@ -229,12 +229,7 @@ def replicated_table(report: CompileReport, most: int = _BUFFERS) -> Table:
     fix = f": {first.fix}" if first.fix else ""
     note = f"Fix: begin with the first of them in the program, {first} at {_place(first)}{fix}."
   rows = [
-    (
-      format_bytes(one.bytes),
-      f"{one.count} x {one}" if one.count > 1 else str(one),
-      _place(one),
-      one.fix,
-    )
+    (format_bytes(one.bytes), f"{one.count} x {one}" if one.count > 1 else str(one), _place(one), one.fix)
     for one in found[:most]
   ]
   more = f" (and {len(found) - most} smaller)" if len(found) > most else ""

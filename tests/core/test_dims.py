@@ -154,6 +154,7 @@ def close(found, wanted):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize(
   ("name", "text", "run", "args"),
   [pytest.param(*case[:3], case[3:], id=f"{case[0]} {case[1]}") for case in CASES],

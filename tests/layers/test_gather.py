@@ -70,6 +70,20 @@ def test_a_product_gathers_its_parameter_after_a_cast_and_keeps_its_examples():
   assert gathered(times_w, {"w": FT}, X[:6]) == PRODUCT[1:2]  # not as many as devices
 
 
+def test_a_layer_that_is_sliced_from_a_stack_is_gathered_alone():
+  def loss(p, batch):
+    return batch["x"] @ jax.lax.dynamic_slice_in_dim(p["w"], batch["n"], 1, 0)[0]
+
+  batch, stack = {"x": X, "n": np.int32(1)}, {"w": np.stack([W, 2 * W, W])}
+  found = gathered(loss, {"w": P(None, "fsdp", "tensor")}, batch, values=stack)
+  assert found == PRODUCT
+
+
+def test_a_parameter_beside_another_array_is_gathered_before_they_are_joined():
+  joined = lambda p, x: x @ jnp.concatenate([p["w"], jnp.ones((16, 1))], 1)
+  assert gathered(joined, {"w": FT}) == PRODUCT[1:2]
+
+
 def test_examples_are_followed_to_where_they_are():
   swapped = lambda p, x: p["w"].T @ jnp.sin(x.T)
   found = [
@@ -121,6 +135,27 @@ def test_the_constraints_are_where_the_read_is():
   )
   chosen = lambda p, x: jax.lax.cond(x[0, 0] > 0, lambda w: 2 * (x @ w), lambda w: x @ w, p["w"])
   assert gathered(chosen, {"w": FT}) == 2 * inside("cond", PRODUCT)
+
+
+def test_examples_are_followed_through_the_rows_of_a_scan():
+  x = np.linspace(-1, 1, 8 * 3 * 16, dtype=np.float32).reshape(8, 3, 16)
+
+  def loss(p, x):
+    rows = jax.lax.scan(lambda c, row: (c, jnp.sin(row @ p["w"])), 0.0, x.swapaxes(0, 1))[1]
+    return rows @ p["v"].T
+
+  assert gathered(loss, {"v": FT, "w": FT}, x) == [
+    *inside("scan", PRODUCT),
+    ("", "float32[3,8,8]", P(FREE, ROWS, FREE)),
+    ("", "float32[8,16]", P("tensor", None)),
+    ("", "float32[3,8,16]", P(FREE, ROWS, FREE)),
+  ]
+
+
+def test_only_arrays_on_a_mesh_are_parameters():
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=False)
+  others = {("key",): None, ("count",): jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+  assert Gather.of({("w",): NamedSharding(mesh, FT), **others}, ROWS, mesh).reads.keys() == {("w",)}
 
 
 def test_a_custom_rule_gets_its_parameter_gathered():

@@ -13,6 +13,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from layers.nets import Layer, Net, X, host_arrays, in_turn, loss, names, same, trace
+from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.layers.layers import LayerOptions
 from nnx_parallel.layers.stacks import Stacks
 
@@ -314,6 +315,12 @@ def test_the_carry_of_a_scan_of_the_model_is_offloaded():
   jaxpr = trace(net, remat="offload")[0]
   assert host_arrays(jaxpr) == 1
   assert names(jaxpr).count("tanh") - names(trace(net)[0]).count("tanh") == 1
+
+
+def test_offloaded_layers_in_a_scan_have_no_barriers():
+  """A scan keeps its passes apart, and a barrier in each pass would stop fusions."""
+  eqns = [*equations(trace(Stacked(), remat="offload")[0])]
+  assert {eqn.params["prevent_cse"] for eqn in eqns if "prevent_cse" in eqn.params} == {False}
 
 
 @pytest.mark.parametrize("remat", [nxp.Remat("full", every=2), nxp.Remat("dots", group=2)], ids=str)

@@ -1,6 +1,7 @@
 """Whether the gradients of a batch are those of its parts, added up: by the trace, and by numbers."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnx_parallel as nxp
+from nnx_parallel.train import linearity
 from nnx_parallel.train.linearity import factors
 from training import placed, run_steps
 
@@ -62,6 +64,24 @@ def clipped(p, b):
   return limit(losses(p, b)).mean()
 
 
+def sent(p, b):
+  """Features that devices of another axis than the examples' send on, and their sum over it."""
+  mesh, own = nxp.make_mesh(tensor=4, devices=jax.devices()[:4], explicit=False), jax.P(None, None, "tensor")
+
+  def turn(x):
+    away = jax.lax.ppermute(x, "tensor", [(n, (n + 1) % 4) for n in range(4)])
+    return x * away, jax.lax.psum(x, "tensor")
+
+  turned, total = jax.shard_map(turn, mesh=mesh, in_specs=own, out_specs=(own, jax.P()))(features(p, b))
+  return turned.mean() + (total**2).mean()
+
+
+def held(p, b):
+  """A layout for the features, which is not what they are."""
+  where = jax.NamedSharding(nxp.make_mesh(data=2, devices=jax.devices()[:2], explicit=False), jax.P("data"))
+  return (jax.lax.with_sharding_constraint(features(p, b), where) ** 2).mean()
+
+
 FOLLOWS = {
   "mean": (lambda p, b: losses(p, b).mean(), "mean"),
   "sum": (lambda p, b: losses(p, b).sum(), "sum"),
@@ -75,6 +95,10 @@ FOLLOWS = {
   "scan": (scanned, "mean"),
   "vmap": (lambda p, b: jax.vmap(lambda x: features(p, {"x": x[None]})[0].max())(b["x"]).mean(), "mean"),
   "checkpoint": (lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p), "mean"),
+  "sent between devices": (sent, "mean"),
+  "held in a layout": (held, "mean"),
+  "zero added": (lambda p, b: ((features(p, b) + 0.0) ** 2).mean(), "mean"),
+  "padded": (lambda p, b: (jnp.pad(features(p, b), ((0, 0), (1, 0), (0, 0))) ** 2).mean(), "mean"),
   "rows as one dim": (lambda p, b: (features(p, b).reshape(-1, 4) ** 2).mean(), "mean"),
   "look-up": (lambda p, b: (p["w"][b["y"]] ** 2).mean(), "mean"),
   "top": (lambda p, b: jax.lax.top_k(features(p, b), 2)[0].mean(), "mean"),
@@ -335,3 +359,20 @@ def test_a_loss_with_the_number_of_examples_follows_only_where_it_does_exactly(o
     assert scales == [1.0, 1.0]
   elif follows:
     assert difference(loss, "mean", scales, rows=rows) < 1e-5
+
+
+def test_numbers_that_are_rounded_may_differ_by_their_rounding():
+  """A third and a ninth are no float32, so their ratio is not exactly 3."""
+  times = lambda factor: lambda p, b: losses(p, b).sum() * np.float32(factor / len(b["x"]))
+  scales, why = read(times(1.0), "mean", parts=3)
+  assert not why
+  assert difference(times(1.0), "mean", scales, parts=3) < 1e-5
+  _, why = read(lambda p, b: losses(p, b).sum() * np.float32(1 / (len(b["x"]) + 1e-4)), "mean", parts=3)
+  assert "depends on the number of examples" in why
+
+
+def test_parameters_that_cannot_be_compared_are_not_the_same():
+  eqn = lambda value: types.SimpleNamespace(params={"sizes": value})
+  assert linearity._same_parameters(eqn((1, 2)), eqn((1, 2)))
+  assert not linearity._same_parameters(eqn((1, 2)), eqn((1, 3)))
+  assert not linearity._same_parameters(eqn(np.arange(2)), eqn(np.arange(2)))
