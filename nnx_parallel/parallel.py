@@ -6,11 +6,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.attention.call import attention
   from nnx_parallel.hosts.send import send
   from nnx_parallel.layers.pipeline import Schedule
-  from nnx_parallel.schemes.collectives import (
-    gather_parameters,
-    map_kernel,
-    map_shards,
-  )
+  from nnx_parallel.schemes.collectives import gather_parameters, map_kernel, map_shards
   from nnx_parallel.schemes.context import context_attention
   from nnx_parallel.schemes.expert_functions import mlp_experts, ragged_dot
   from nnx_parallel.schemes.experts import experts

@@ -38,12 +38,9 @@ def seeds(text: str) -> range:
 
 
 def arguments(search: Any, words: list[str] | None = None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    description=search.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument(
-    "--seeds", type=seeds, default=getattr(search, "SEEDS", "0:1000000"), help="FIRST:END of the cases"
-  )
+  form, usual = argparse.RawDescriptionHelpFormatter, getattr(search, "SEEDS", "0:1000000")
+  parser = argparse.ArgumentParser(description=search.__doc__, formatter_class=form)
+  parser.add_argument("--seeds", type=seeds, default=usual, help="FIRST:END of the cases")
   parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so long")
   parser.add_argument("--workers", type=int, default=getattr(search, "WORKERS", 1), help="0: this process")
   parser.add_argument("--show", action="store_true", help="print every case, and raise what it raises")
@@ -195,9 +192,7 @@ def record(search: Any, given: argparse.Namespace, counts: dict[Any, float], fig
   name = search.__name__.rpartition(".")[2]
   command = " ".join([f"python -m {search.__name__}", *sys.argv[1:]])
   made = Record(name, search.__doc__.split("\n", 1)[0], command, notes=getattr(search, "NOTES", []))
-  for (group, case), value in counts.items():
-    made.value(case, value, "", group=group)
-  for (group, case), (value, unit) in figures.items():
+  for (group, case), (value, unit) in [*((at, (n, "")) for at, n in counts.items()), *figures.items()]:
     made.value(case, value, unit, group=group)
   made.keep_other_groups()
   made.write()

@@ -8,14 +8,12 @@
 A program is a model of `programs.py` and a layout. Its loss and gradients in float32 are compared with
 those of one device, at the parameters drawn and at those after a step of SGD.
 
-What is wrong. The difference of a gradient is divided by its norm on one device plus a hundredth of that
-of all gradients, so that one which is zero but for rounding does not count; that of a loss by its size.
-Float32 on another layout agrees to 1e-6 or so. Some programs are worse conditioned (bfloat16 inside, top-k),
-so one device also runs with parameters moved by their last bit, and 30 times what that changes is allowed.
-Beyond 1e-3 and that, a program is *wrong*; between 1e-4 and 1e-3 it is *suspicious*. With float16 or bfloat16
-inside, where one program rounds what another one fuses, both bounds are 50 times that, and the difference of
-a loss is divided by its size plus 1: many of the losses are 1 plus a sum, which may cancel. A difference
-beyond them, but below 0.3, is decided by the same program in float32: in a sine, rounding became 9 %.
+What is wrong. The difference of a gradient is divided by its norm on one device plus a hundredth of that of
+all gradients, that of a loss by its size. One device also runs with parameters moved by their last bit, and
+30 times what that changes is allowed. Beyond 1e-3 and that, a program is *wrong*; between 1e-4 and 1e-3 it is
+*suspicious*. With float16 or bfloat16 inside, both bounds are 50 times that, and the difference of a loss is
+divided by its size plus 1: many of them are 1 plus a sum, which may cancel. A difference beyond them, but
+below 0.3, is decided by the same program in float32: in a sine, rounding became 9 %.
 
 The compiler ends the process on some programs: workers are forked, and the search goes on behind the one that
 died.
@@ -53,12 +51,8 @@ Step = Callable[[Arrays, Arrays], tuple[Any, Arrays]]
 
 def options(parser: argparse.ArgumentParser) -> None:
   kind = parser.add_mutually_exclusive_group()
-  kind.add_argument(
-    "--step",
-    choices=("toolkit", "plain"),
-    default="toolkit",
-    help="nxp.train_step, or jax.jit of the loss and its gradients",
-  )
+  text = "nxp.train_step, or jax.jit of the loss and its gradients"
+  kind.add_argument("--step", choices=("toolkit", "plain"), default="toolkit", help=text)
   kind.add_argument("--explicit", action="store_true", help="nxp.train_step, on Explicit axes")
   parser.add_argument("--gspmd", action="store_true", help="without Shardy")
   parser.add_argument("--style", choices=("", *dict.fromkeys(programs.STYLES)), default="")
@@ -84,9 +78,8 @@ class Case:
   def __str__(self) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.layout["mesh"].items())
     where = f"{self.layout['style']} on {mesh}, batch {self.layout['batch']} {self.layout['length'] or ''}"
-    return (
-      f"{self.seed}.{self.number} [{', '.join(self.ops)}] {where}\n{json.dumps(dataclasses.asdict(self))}"
-    )
+    ops = ", ".join(self.ops)
+    return f"{self.seed}.{self.number} [{ops}] {where}\n{json.dumps(dataclasses.asdict(self))}"
 
   @property
   def ops(self) -> list[str]:
@@ -138,10 +131,8 @@ class Refused(Exception):
 def two_steps(step: Step, params: Arrays, batch: Arrays) -> Numbers:
   """The step at these parameters, and at those after SGD, which stay where they are."""
   first, grads = step(params, batch)
-  moved = {
-    name: jax.device_put(np.asarray(p) - RATE * np.asarray(grads[name]), p.sharding)
-    for name, p in params.items()
-  }
+  on_host = {name: np.asarray(p) - RATE * np.asarray(grads[name]) for name, p in params.items()}
+  moved = {name: jax.device_put(p, params[name].sharding) for name, p in on_host.items()}
   second, more = step(moved, batch)
   first, second, grads, more = jax.device_get((first, second, grads, more))
   return Numbers((float(first), float(second)), (grads, more))
@@ -156,11 +147,7 @@ class Model:
 
   @functools.cached_property
   def step(self) -> Step:
-
-    def loss(params: Arrays, batch: Arrays) -> Any:
-      return programs.loss_of(self.program, params, batch)
-
-    return jax.value_and_grad(loss)
+    return jax.value_and_grad(functools.partial(programs.loss_of, self.program))
 
   @functools.cached_property
   def reference(self) -> tuple[Numbers, dict[str, float]]:
@@ -174,13 +161,7 @@ class Model:
 
 
 def differences(right: Numbers, found: Numbers, least: float = 1e-2) -> dict[str, float]:
-  """Relative differences by name: `loss`, `grad NAME`, and those of the second step.
-
-  Args:
-    right: numbers of one device.
-    found: numbers to compare.
-    least: is added to the size of a loss, which may be near 0.
-  """
+  """Relative differences by name; `least` is added to the size of a loss, which may be near 0."""
   result: dict[str, float] = {}
   for n, step in enumerate(("", "second ")):
     result[f"{step}loss"] = abs(found.losses[n] - right.losses[n]) / (abs(right.losses[n]) + least)
@@ -211,17 +192,14 @@ def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
         setattr(self, name, nnx.Param(jnp.asarray(value)))
 
   def loss(net: Any, batch: Arrays) -> Any:
-    params = {name: getattr(net, name)[...] for name in model.params}
-    return programs.loss_of(model.program, params, batch)
+    return programs.loss_of(model.program, {name: getattr(net, name)[...] for name in model.params}, batch)
 
   def keep(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     return jax.tree.map(lambda g: -RATE * g, grads), grads
 
   tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep)
-  rules = [
-    nxp.PathRules([(name, tuple(spec_of(spec))) for name, spec in layout["specs"].items()]),
-    nxp.LogicalRules(batch=tuple(layout["batch"]) or None),
-  ]
+  paths = nxp.PathRules([(name, tuple(spec_of(spec))) for name, spec in layout["specs"].items()])
+  rules = [paths, nxp.LogicalRules(batch=tuple(layout["batch"]) or None)]
   try:
     plan = nxp.plan(Net, mesh, rules, optimizer=tx)
     net, optimizer = nxp.create_sharded_model(plan)
@@ -264,16 +242,14 @@ def check(case: Case, given: argparse.Namespace) -> driver.Result:
   is_half = any(block.get("dtype") in ("bfloat16", "float16") for block in model.program["blocks"])
   low, least = (LOW, 1.0) if is_half else (1, 1e-2)
   off = differences(right, found, least)
-  off = {name: value for name, value in off.items() if value > low * SUSPICIOUS}
-  off = {name: value for name, value in off.items() if value > NOISE * noise[name]}
+  off = {name: value for name, value in off.items() if value > max(low * SUSPICIOUS, NOISE * noise[name])}
   if is_half and off and max(off.values()) < ROUNDED:
     wide = [block | {"dtype": "float32"} if "dtype" in block else block for block in case.program["blocks"]]
     exact = check(dataclasses.replace(case, program={**case.program, "blocks": wide}), given)
     return {"verdict": "rounded"} if exact["verdict"] == "right" else exact
   if not off:
     return {"verdict": "right"}
-  first = {name: value for name, value in off.items() if not name.startswith("second")}
-  off = first or off
+  off = {name: value for name, value in off.items() if not name.startswith("second")} or off
   worst = max(off.values())
   off = {name: float(f"{value:.3g}") for name, value in off.items()}
   return {"verdict": "wrong" if worst > low * WRONG else "suspicious", "off": off}

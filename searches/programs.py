@@ -49,6 +49,10 @@ def square(o: SimpleNamespace, name: str = "w") -> dict[str, Weight]:
   return {name: weight("embed mlp", o.width, o.width)}
 
 
+def pair(o: SimpleNamespace) -> dict[str, Weight]:
+  return {"up": weight("embed mlp", o.width, o.hidden), "down": weight("mlp embed", o.hidden, o.width)}
+
+
 def scale(o: SimpleNamespace) -> dict[str, Weight]:
   return {"s": weight("norm", o.width, fan=0)}
 
@@ -92,20 +96,10 @@ ORDINARY = ("attention", "mlp", "gated mlp", "norm", "conv", "experts", "dense")
 BOTH = (False, True)
 
 
-def operation(
-  table: dict[str, Operation],
-  name: str,
-  flat: bool = False,
-  share: float = 1,
-  normed: bool = False,
-  **options: Sequence[Any],
-) -> Callable[[Any], Any]:
+def operation(table: dict[str, Operation], name: str, flat: bool = False, share: float = 1,
+              normed: bool = False, **options: Sequence[Any]) -> Callable[[Any], Any]:  # fmt: skip
   """Registers a function from options to parameters and what is computed with them."""
   return lambda make: table.setdefault(name, Operation(make, options, flat, share, normed))
-
-
-def add(table: dict[str, Operation], name: str, make: Any, **options: Any) -> None:
-  operation(table, name, **options)(make)
 
 
 # What a model reads.
@@ -120,18 +114,14 @@ def _embedding(o: SimpleNamespace) -> Any:
   return weights, lambda p, _: p["table"][p["tokens"]] * factor + p.get("position", 0)
 
 
-add(INPUTS, "features", lambda o: ({}, lambda p, _: p["features"]), flat=True, share=2)
+operation(INPUTS, "features", flat=True, share=2)(lambda o: ({}, lambda p, _: p["features"]))
 
 
 # Blocks.
 
 _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-  "gelu": jax.nn.gelu,
-  "relu": jax.nn.relu,
-  "silu": jax.nn.silu,
-  "tanh": jnp.tanh,
-  "none": lambda x: x,
-}
+  "gelu": jax.nn.gelu, "relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh, "none": lambda x: x
+}  # fmt: skip
 
 
 def _rms(x: Any) -> Any:
@@ -143,18 +133,15 @@ def _standard(x: Any, axes: Any = -1) -> Any:
   return centred * jax.lax.rsqrt((centred * centred).mean(axes, keepdims=True) + 1e-6)
 
 
-add(
-  BLOCKS,
-  "scale",
-  lambda o: (scale(o) | bias(o, "norm", o.width), lambda p, x: x * p["s"] + p.get("b", 0)),
-  flat=True,
-  bias=BOTH,
-)
+@operation(BLOCKS, "scale", flat=True, bias=BOTH)
+def _scale(o: SimpleNamespace) -> Any:
+  return scale(o) | bias(o, "norm", o.width), lambda p, x: x * p["s"] + p.get("b", 0)
 
 
-@operation(
-  BLOCKS, "norm", flat=True, share=2, kind=("rms", "layer", "group", "batch", "instance", "l2"), bias=BOTH
-)
+_NORMS = ("rms", "layer", "group", "batch", "instance", "l2")
+
+
+@operation(BLOCKS, "norm", flat=True, share=2, kind=_NORMS, bias=BOTH)
 def _norm(o: SimpleNamespace) -> Any:
   kinds: dict[str, Callable[[Any], Any]] = {
     "rms": _rms,
@@ -173,21 +160,17 @@ def _dense(o: SimpleNamespace) -> Any:
   return square(o) | bias(o, "mlp", o.width), lambda p, x: act(x @ p["w"] + p.get("b", 0))
 
 
-@operation(
-  BLOCKS, "mlp", flat=True, share=2, normed=True, activation=tuple(_ACTIVATIONS), bias=BOTH, norm=BOTH
-)
+@operation(BLOCKS, "mlp", flat=True, share=2, normed=True, activation=(*_ACTIVATIONS,), bias=BOTH, norm=BOTH)
 def _mlp(o: SimpleNamespace) -> Any:
-  weights = {"up": weight("embed mlp", o.width, o.hidden), "down": weight("mlp embed", o.hidden, o.width)}
   act = _ACTIVATIONS[o.activation]
-  weights |= bias(o, "mlp", o.hidden)
-  return weights, lambda p, x: act(x @ p["up"] + p.get("b", 0)) @ p["down"]
+  return pair(o) | bias(o, "mlp", o.hidden), lambda p, x: act(x @ p["up"] + p.get("b", 0)) @ p["down"]
 
 
 @operation(BLOCKS, "gated mlp", flat=True, share=2, normed=True, fused=("no", "flat", "stacked"), norm=BOTH)
 def _gated(o: SimpleNamespace) -> Any:
   wide, hidden = o.width, o.hidden
   weights = {
-    "no": {"gate": weight("embed mlp", wide, hidden), "up": weight("embed mlp", wide, hidden)},
+    "no": {name: weight("embed mlp", wide, hidden) for name in ("gate", "up")},
     "flat": {"both": weight("embed mlp", wide, 2 * hidden)},
     "stacked": {"both": weight("embed - mlp", wide, 2, hidden)},
   }[o.fused] | {"down": weight("mlp embed", hidden, wide)}
@@ -205,19 +188,8 @@ def _gated(o: SimpleNamespace) -> Any:
   return weights, run
 
 
-@operation(
-  BLOCKS,
-  "attention",
-  share=3,
-  normed=True,
-  kernels=("split", "flat", "fused"),
-  keys=(8, 4, 2, 1),
-  causal=(True, False),
-  norm=BOTH,
-  query_norm=BOTH,
-  rotary=BOTH,
-  bias=BOTH,
-)
+@operation(BLOCKS, "attention", share=3, normed=True, kernels=("split", "flat", "fused"), keys=(8, 4, 2, 1),
+           causal=(True, False), norm=BOTH, query_norm=BOTH, rotary=BOTH, bias=BOTH)  # fmt: skip
 def _attention(o: SimpleNamespace) -> Any:
   wide, heads, keys = o.width, 8, o.keys
   size = max(2, wide // heads)
@@ -407,17 +379,12 @@ def _recurrent(o: SimpleNamespace) -> Any:
 @operation(BLOCKS, "branch", flat=True, kind=("cond", "switch", "where"))
 def _branch(o: SimpleNamespace) -> Any:
   def run(p: Arrays, x: Any) -> Any:
-    def one(y: Any) -> Any:
-      return jnp.tanh(y @ p["a"])
-
-    def other(y: Any) -> Any:
-      return jnp.sin(y @ p["b"]) * 0.5
-
+    ways = [lambda y: jnp.tanh(y @ p["a"]), lambda y: jnp.sin(y @ p["b"]) * 0.5, lambda y: y]
     if o.kind == "where":
-      return jnp.where(x.mean(-1, keepdims=True) > 0, one(x), other(x))
+      return jnp.where(x.mean(-1, keepdims=True) > 0, ways[0](x), ways[1](x))
     if o.kind == "cond":
-      return jax.lax.cond(x.mean() > 0, one, other, x)
-    return jax.lax.switch((x.sum() > 0).astype(jnp.int32), [one, other, lambda y: y], x)
+      return jax.lax.cond(x.mean() > 0, *ways[:2], x)
+    return jax.lax.switch((x.sum() > 0).astype(jnp.int32), ways, x)
 
   return square(o, "a") | {"b": weight("mlp embed", o.width, o.width)}, run
 
@@ -452,14 +419,12 @@ def _shift(o: SimpleNamespace) -> Any:
 
 @operation(BLOCKS, "half", flat=True, share=0.5, dtype=("bfloat16", "float16"))
 def _half(o: SimpleNamespace) -> Any:
-  weights = {"up": weight("embed mlp", o.width, o.hidden), "down": weight("mlp embed", o.hidden, o.width)}
-
   def run(p: Arrays, x: Any) -> Any:
     low = jnp.dtype(o.dtype)
     y = jax.nn.gelu(x.astype(low) @ p["up"].astype(low)) @ p["down"].astype(low)
     return y.astype(x.dtype)
 
-  return weights, run
+  return pair(o), run
 
 
 @operation(BLOCKS, "experts", flat=True, share=1.5, normed=True, kind=("soft", "top", "capacity"), norm=BOTH)
@@ -502,9 +467,7 @@ def _scaled(x: Any, s: Any) -> Any:
   return x * s
 
 
-_scaled.defvjp(
-  lambda x, s: (x * s, (x, s)), lambda k, g: (g * k[1], (g * k[0]).sum(tuple(range(g.ndim - 1))))
-)
+_scaled.defvjp(lambda x, s: (x * s, (x, s)), lambda k, g: (g * k[1], (g * k[0]).sum((*range(g.ndim - 1),))))
 
 
 @operation(BLOCKS, "custom gradient", flat=True, kind=("product", "scale"), remat=BOTH)
@@ -540,11 +503,8 @@ def _bilinear(o: SimpleNamespace) -> Any:
 
 @operation(BLOCKS, "dropout", flat=True)
 def _dropout(o: SimpleNamespace) -> Any:
-  def run(p: Arrays, x: Any) -> Any:
-    keep = jax.random.bernoulli(jax.random.key(7), 0.8, x.shape)
-    return jnp.where(keep, x / 0.8, 0.0) @ p["w"]
-
-  return square(o), run
+  keep = functools.partial(jax.random.bernoulli, jax.random.key(7), 0.8)
+  return square(o), lambda p, x: jnp.where(keep(x.shape), x / 0.8, 0.0) @ p["w"]
 
 
 @operation(BLOCKS, "upsampled conv", share=0.7, taps=(4, 2, 8), stride=(1, 2))
@@ -559,15 +519,8 @@ def _upsampled_conv(o: SimpleNamespace) -> Any:
   return {"k": weight("- embed mlp", taps, o.width, o.width, fan=o.width * taps)}, run
 
 
-@operation(
-  BLOCKS,
-  "shard map",
-  share=1.5,
-  kind=("sine", "product", "mean", "ring"),
-  axis=("tensor", "fsdp", "data"),
-  dim=(2, 1, 0),
-  alone=(True, False),
-)
+@operation(BLOCKS, "shard map", share=1.5, kind=("sine", "product", "mean", "ring"),
+           axis=("tensor", "fsdp", "data"), dim=(2, 1, 0), alone=(True, False))  # fmt: skip
 def _shard_map(o: SimpleNamespace) -> Any:
   """A program by hand over one axis: the others are left to the compiler, or are manual too."""
   kind, axis = o.kind, o.axis
@@ -593,13 +546,9 @@ def _shard_map(o: SimpleNamespace) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.shape or x.shape[dim] % mesh.shape[axis]:
       return local(x, p["w"], 1)
-    mapped = jax.shard_map(
-      functools.partial(local, size=mesh.shape[axis]),
-      mesh=mesh,
-      in_specs=(spec, rows),
-      out_specs=P() if kind == "product" else spec,
-      axis_names={axis} if o.alone else set(mesh.axis_names),
-    )
+    names, out = {axis} if o.alone else set(mesh.axis_names), P() if kind == "product" else spec
+    own = functools.partial(local, size=mesh.shape[axis])
+    mapped = jax.shard_map(own, mesh=mesh, in_specs=(spec, rows), out_specs=out, axis_names=names)
     return mapped(x, p["w"])
 
   return square(o), run
@@ -607,15 +556,8 @@ def _shard_map(o: SimpleNamespace) -> Any:
 
 @operation(BLOCKS, "nested jit", flat=True, twice=BOTH)
 def _nested(o: SimpleNamespace) -> Any:
-  @jax.jit
-  def inner(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w)
-
-  @jax.jit
-  def outer(x: Any, w: Any) -> Any:
-    y = inner(x, w)
-    return inner(y, w) if o.twice else y
-
+  inner: Any = jax.jit(lambda x, w: jnp.tanh(x @ w))
+  outer: Any = jax.jit(lambda x, w: inner(inner(x, w), w) if o.twice else inner(x, w))
   return square(o), lambda p, x: outer(x, p["w"])
 
 
@@ -637,35 +579,26 @@ def _custom_in_a_loop(o: SimpleNamespace) -> Any:
 # Losses.
 
 
-@operation(
-  LOSSES,
-  "cross-entropy",
-  flat=True,
-  share=2,
-  normed=True,
-  tied=BOTH,
-  kind=("log softmax", "one-hot", "logsumexp"),
-  masked=BOTH,
-  norm=BOTH,
-)
+@operation(LOSSES, "cross-entropy", flat=True, share=2, normed=True, tied=BOTH,
+           kind=("log softmax", "one-hot", "logsumexp"), masked=BOTH, norm=BOTH)  # fmt: skip
 def _cross_entropy(o: SimpleNamespace) -> Any:
   def run(p: Arrays, x: Any) -> Any:
     logits, targets = x @ p["table"].T if o.tied else x @ p["w"], p["targets"]
     chances = jax.nn.log_softmax(logits)
     if o.kind == "one-hot":
       losses = -(chances * jax.nn.one_hot(targets, VOCAB)).sum(-1)
-    elif o.kind == "log softmax":
-      losses = -jnp.take_along_axis(chances, targets[..., None], -1)[..., 0]
     else:
-      losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+      found = chances if o.kind == "log softmax" else logits
+      taken = jnp.take_along_axis(found, targets[..., None], -1)[..., 0]
+      losses = -taken if found is chances else jax.nn.logsumexp(logits, -1) - taken
     mask = p["tokens"] % 5 != 0
     return jnp.where(mask, losses, 0.0).sum() / mask.sum() if o.masked else losses.mean()
 
   return {} if o.tied else {"w": weight("embed vocab", o.width, VOCAB)}, run
 
 
-add(LOSSES, "sine", lambda o: ({}, lambda p, x: 1 + jnp.sin(x).sum() / x.shape[0]), flat=True, share=2)
-add(LOSSES, "squares", lambda o: ({}, lambda p, x: jnp.square(x - p["features"]).mean()), flat=True)
+operation(LOSSES, "sine", flat=True, share=2)(lambda o: ({}, lambda p, x: 1 + jnp.sin(x).sum() / x.shape[0]))
+operation(LOSSES, "squares", flat=True)(lambda o: ({}, lambda p, x: jnp.square(x - p["features"]).mean()))
 
 
 @operation(LOSSES, "contrastive", share=0.5)
@@ -680,8 +613,6 @@ def _contrastive(o: SimpleNamespace) -> Any:
 # Programs.
 
 Program = dict[str, Any]
-
-
 SMALL = 1_000_000
 PLAIN = ("dense", "scale", "norm", "mlp")
 
@@ -692,13 +623,8 @@ def draw(seed: int) -> Program:
   if seed >= SMALL:
     return _draw_small(rng)
   flat = rng.random() < 0.15
-  sizes = {
-    "batch": rng.choice((8, 8, 16)),
-    "length": 8,
-    "width": rng.choice((16, 16, 32)),
-    "hidden": rng.choice((16, 32)),
-    "flat": flat,
-  }
+  sizes = {"batch": rng.choice((8, 8, 16)), "length": 8, "width": rng.choice((16, 16, 32)),
+           "hidden": rng.choice((16, 32)), "flat": flat}  # fmt: skip
   ordinary = {name: BLOCKS[name] for name in ORDINARY}
   blocks = [_draw(rng, ordinary, flat) for _ in range(rng.choice((1, 1, 1, 1, 2)))]
   blocks += [_draw(rng, BLOCKS, flat) for _ in range(rng.choice((0, 0, 1, 1)))]
@@ -742,11 +668,8 @@ def _parts(program: Program) -> list[tuple[str, Operation, dict[str, Any]]]:
 
 
 def weights_of(program: Program) -> dict[str, Weight]:
-  return {
-    f"{prefix}_{name}": found
-    for prefix, op, options in _parts(program)
-    for name, found in op.weights(options).items()
-  }
+  parts = ((prefix, op.weights(options)) for prefix, op, options in _parts(program))
+  return {f"{prefix}_{name}": found for prefix, weights in parts for name, found in weights.items()}
 
 
 def values_of(program: Program, seed: int) -> tuple[Arrays, Arrays]:
@@ -754,12 +677,8 @@ def values_of(program: Program, seed: int) -> tuple[Arrays, Arrays]:
   params = {name: found.draw(rng) for name, found in weights_of(program).items()}
   sizes = program["sizes"]
   shape = (sizes["batch"],) if sizes["flat"] else (sizes["batch"], sizes["length"])
-  batch = {
-    "tokens": rng.integers(VOCAB, size=shape, dtype=np.int32),
-    "targets": rng.integers(VOCAB, size=shape, dtype=np.int32),
-    "features": rng.standard_normal((*shape, sizes["width"])).astype(np.float32),
-  }
-  return params, batch
+  batch = {name: rng.integers(VOCAB, size=shape, dtype=np.int32) for name in ("tokens", "targets")}
+  return params, batch | {"features": rng.standard_normal((*shape, sizes["width"])).astype(np.float32)}
 
 
 def loss_of(program: Program, params: Arrays, batch: Arrays) -> Any:
@@ -780,18 +699,11 @@ def loss_of(program: Program, params: Arrays, batch: Arrays) -> Any:
 
 Layout = dict[str, Any]
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
-MESHES = (
-  *[CUBE] * 10,
-  {"fsdp": 8},
-  {"data": 8},
-  {"fsdp": 2, "tensor": 4},
-  {"fsdp": 4, "tensor": 2},
-  {"data": 2, "tensor": 4},
-  {"data": 4, "tensor": 2},
-  {"data": 2, "fsdp": 4},
-  {"data": 4, "fsdp": 2},
-)
+_PAIRS = ("fsdp", "tensor"), ("data", "tensor"), ("data", "fsdp")
+MESHES = (*[CUBE] * 10, {"fsdp": 8}, {"data": 8}, *({a: n, b: 8 // n} for a, b in _PAIRS for n in (2, 4)))
 STYLES = ("usual", "fsdp", "beside", "beside", "random", "random", "random")
+Sizes = Mapping[str, int]
+Spec = list[list[str]]
 
 
 def draw_layout(program: Program, seed: int, number: int, style: str = "") -> Layout:
@@ -821,9 +733,7 @@ def draw_layout(program: Program, seed: int, number: int, style: str = "") -> La
   return {"mesh": mesh, "batch": batch, "length": length, "specs": specs, "style": style}
 
 
-def _batch_axes(
-  rng: random.Random, mesh: Mapping[str, int], style: str, sizes: Options
-) -> tuple[list[str], list[str]]:
+def _batch_axes(rng: random.Random, mesh: Sizes, style: str, sizes: Options) -> tuple[list[str], list[str]]:
   """Those of the replicas and shards, mostly in the usual order; now and then any other."""
   usual = [axis for axis in ("data", "fsdp") if axis in mesh] or list(mesh)
   if rng.random() < (0.5 if style == "random" else 0.7):
@@ -835,12 +745,10 @@ def _batch_axes(
   return batch, length
 
 
-def _random_spec(
-  rng: random.Random, shape: tuple[int, ...], mesh: Mapping[str, int], axes: Sequence[str] = AXES
-) -> list[list[str]]:
+def _random_spec(rng: random.Random, shape: tuple[int, ...], mesh: Sizes, axes: Sequence[str] = AXES) -> Spec:
   free = [axis for axis in axes if axis in mesh]
   rng.shuffle(free)
-  spec: list[list[str]] = [[] for _ in shape]
+  spec: Spec = [[] for _ in shape]
   for axis in free:
     dims = [d for d, n in enumerate(shape) if n % (mesh[axis] * math.prod(mesh[a] for a in spec[d])) == 0]
     if dims and rng.random() < 0.7:
@@ -848,12 +756,10 @@ def _random_spec(
   return spec
 
 
-def _largest(shape: tuple[int, ...], mesh: Mapping[str, int], split: Sequence[str]) -> list[list[str]]:
+def _largest(shape: tuple[int, ...], mesh: Sizes, split: Sequence[str]) -> Spec:
   axes = [axis for axis in split if axis in mesh]
-  size = math.prod(mesh[axis] for axis in axes)
-  spec: list[list[str]] = [[] for _ in shape]
-  dims = [d for d, n in enumerate(shape) if n % size == 0]
-  if dims:
+  spec: Spec = [[] for _ in shape]
+  if dims := [d for d, n in enumerate(shape) if n % math.prod(mesh[axis] for axis in axes) == 0]:
     spec[max(dims, key=lambda d: shape[d])] = axes
   return spec
 
@@ -861,20 +767,16 @@ def _largest(shape: tuple[int, ...], mesh: Mapping[str, int], split: Sequence[st
 def _homes(rng: random.Random) -> dict[str, tuple[str, ...]]:
   """Mesh axes for each kind of dim, as rules of published models have them."""
   shards = rng.choice((("fsdp",), ("fsdp",), ("data", "fsdp")))
-  return {
-    "embed": shards,
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "vocab": rng.choice((("tensor",), ("tensor",), ("tensor", "fsdp"))),
-    "norm": rng.choice(((), (), ("tensor",), shards)),
-    "expert": rng.choice(((), ("tensor",), ("fsdp",), ("data",))),
-    "layers": (),
-  }
+  vocab = rng.choice((("tensor",), ("tensor",), ("tensor", "fsdp")))
+  norm = rng.choice(((), (), ("tensor",), shards))
+  expert = rng.choice(((), ("tensor",), ("fsdp",), ("data",)))
+  usual = {"embed": shards, "mlp": ("tensor",), "heads": ("tensor",), "layers": ()}
+  return usual | {"vocab": vocab, "norm": norm, "expert": expert}
 
 
-def _by_role(found: Weight, mesh: Mapping[str, int], homes: Mapping[str, tuple[str, ...]]) -> list[list[str]]:
+def _by_role(found: Weight, mesh: Sizes, homes: Mapping[str, tuple[str, ...]]) -> Spec:
   taken: set[str] = set()
-  spec: list[list[str]] = []
+  spec: Spec = []
   for size, dim in zip(found.shape, found.dims, strict=True):
     axes = [axis for axis in homes.get(dim, ()) if axis in mesh and axis not in taken]
     axes = axes if size % math.prod(mesh[axis] for axis in axes) == 0 else []

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import random
 import re
@@ -50,23 +51,18 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
   "diagnostics": (False, True),
 }
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
-  "data 4": {"data": 4},
-  "fsdp 4": {"fsdp": 4},
-  "data 2 x fsdp 2": {"data": 2, "fsdp": 2},
-  "data 2 x tensor 2": {"data": 2, "tensor": 2},
-  "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
-  "data 2 x stage 2": {"data": 2, "stage": 2},
-}
+  text: {axis: int(size) for axis, size in (one.split() for one in text.split(" x "))}
+  for text in ("data 4", "fsdp 4", "data 2 x fsdp 2", "data 2 x tensor 2", "data 2 x fsdp 2 x tensor 2",
+               "data 2 x stage 2")
+}  # fmt: skip
 EXPLICIT = ("no axis", "no axis", "each axis", "the first axis")
 WAYS = ("one model", "one model", "one model", "a teacher", "in turn", "own step")
 """What is trained: a model; a student of a model with other rules; two models in turn; by `nnx.jit`."""
 AFTER = ("nothing", "restored elsewhere", "replaced array", "another model", "evaluated")
 
 TRUE = (
-  (
-    r"finds no (attention|layer)|no attention",
-    lambda c: c.options["attention"] and "attention" not in c.features,
-  ),
+  (r"finds no (attention|layer)|no attention",
+   lambda c: c.options["attention"] and "attention" not in c.features),
   (r"loss_chunks", lambda c: c.options["loss_chunks"] is not None),
   (r"finds no|not scanned|no consecutive equal layers", lambda c: c.options["scan_layers"] is True),
   # One module that is called twice is a layer where layers="blocks.*" says so.
@@ -74,11 +70,9 @@ TRUE = (
   (r"pipeline|stage", lambda c: "stage" in LAYOUTS[c.layout]),
   (r"zero=\d splits nothing|zero has no effect", lambda c: c.zero),
   (r"microbatches of \d+ examples have", lambda c: c.microbatches > 1),
-  (
-    r"Remat|remat|offload",
-    lambda c: isinstance(c.options["remat"], nxp.Remat) or c.options["remat"] == "offload",
-  ),
-)
+  (r"Remat|remat|offload",
+   lambda c: isinstance(c.options["remat"], nxp.Remat) or c.options["remat"] == "offload"),
+)  # fmt: skip
 """Errors that are true, and for which cases: what was asked for cannot be done there."""
 
 
@@ -131,18 +125,16 @@ class Block(nnx.Module):
     self.norm = nnx.LayerNorm(width, rngs=rngs)
     self.up = nnx.Linear(width, 2 * width, rngs=rngs)
     self.down = nnx.Linear(2 * width, width, rngs=rngs)
-    self.attend = (
-      nnx.MultiHeadAttention(2, width, rngs=rngs, decode=False) if "attention" in features else None
-    )
+    attend = functools.partial(nnx.MultiHeadAttention, 2, width, rngs=rngs, decode=False)
+    self.attend = attend() if "attention" in features else None
     self.statistics = nnx.BatchNorm(width, rngs=rngs) if "statistics" in features else None
     self.drop = nnx.Dropout(0.2, rngs=rngs) if "dropout" in features else None
     self.scale = jnp.full((width,), 0.5) if "scale in layers" in features else None
     self.factor = 0.5 if "number in layers" in features else 1.0
     self.exact = "exact class" in features
     angles = jnp.arange(LENGTH * width, dtype=jnp.float32).reshape(LENGTH, width)
-    self.tables = (
-      nnx.data(Tables(jnp.sin(angles), jnp.cos(angles))) if "tables in a tuple" in features else None
-    )
+    tables = Tables(jnp.sin(angles), jnp.cos(angles))
+    self.tables = nnx.data(tables) if "tables in a tuple" in features else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = self.norm(x)
@@ -231,9 +223,7 @@ LOSSES: Mapping[str, Callable[[Model, Any], Any]] = {
   "balance": balance,
   "penalty": penalty,
   "metrics": lambda m, b: (nats(m, b).mean(), {"hits": (m(b["x"]).argmax(-1) == b["y"]).mean()}),
-  "vmap": lambda m, b: jax.vmap(lambda x, y: nats(m, {"x": x[None], "y": y[None]}).mean())(
-    b["x"], b["y"]
-  ).mean(),
+  "vmap": lambda m, b: jax.vmap(lambda b: nats(m, jax.tree.map(lambda x: x[None], b)).mean())(b).mean(),
   "map": lambda m, b: jax.lax.map(lambda x: jnp.square(m(x[None])).mean(), b["x"]).mean(),
   "jit": lambda m, b: jax.jit(lambda x: jnp.square(m(x)).mean())(b["x"]),
   "checkpoint": lambda m, b: jax.checkpoint(lambda x: jnp.square(m(x)).mean())(b["x"]),
@@ -254,21 +244,17 @@ def planned(case: Case, sizes: Mapping[str, int], *, zero: int, other: bool = Fa
   devices = jax.devices()[: int(np.prod([*sizes.values()]))]
   mesh = nxp.make_mesh(dict(sizes), devices=devices, explicit=explicit)
   split = [axis for axis in ("tensor", "fsdp") if axis in sizes][:: -1 if other else 1]
-  rules: list[Any] = [nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))]
-  if other:
-    rules.append(nxp.LogicalRules(embed=None))
+  batch = nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))
+  rules: list[Any] = [batch, *([nxp.LogicalRules(embed=None)] if other else [])]
   rules.append(nxp.fsdp(tuple(split), min_size=16) if split else nxp.replicate())
   tx = optax.sgd(0.02, momentum=0.9)  # Adam would amplify a gradient that is zero but for rounding
   tx = nxp.with_loss_scale(tx, initial=8.0) if case.scaled else tx
-  return nxp.plan(
-    lambda: Model(case, nnx.Rngs(int(other))), mesh, rules, optimizer=tx, zero=zero, uneven="next"
-  )
+  options: Any = {"optimizer": tx, "zero": zero, "uneven": "next"}
+  return nxp.plan(lambda: Model(case, nnx.Rngs(int(other))), mesh, rules, **options)
 
 
-def follow(
-  case: Case, step: Any, model: Any, optimizer: Any, plan: Any, batch: Any
-) -> tuple[Any, Any, list[float]]:
-  """What comes after the first steps; returns the model and the optimizer to compare, and losses."""
+def follow(case: Case, step: Any, model: Any, optimizer: Any, plan: Any, batch: Any) -> tuple[Any, list[Any]]:
+  """What comes after the first steps; returns the model to compare, and losses."""
   if case.after == "replaced array" and "table in a dict" in case.features:
     model.bias = nnx.data({"first": model.bias["first"] * 2})
   if case.after == "another model":
@@ -284,17 +270,15 @@ def follow(
       model, optimizer = checkpointer.restore(elsewhere)
     again = nxp.train_step(LOSSES[case.loss], microbatches=case.microbatches)
     losses.append(float(again(model, optimizer, nxp.shard_batch(data(case.examples), elsewhere))["loss"]))
-  return model, optimizer, losses
+  return model, losses
 
 
 def distance_to(model: Model, teacher: Model, batch: Any) -> jax.Array:
   return jnp.square(model(batch["x"]) - jax.lax.stop_gradient(teacher(batch["x"]))).mean()
 
 
-def taught(loss: Callable[[Model, Any], Any]) -> Callable[..., jax.Array]:
-  return lambda models, batch: (
-    value_of(loss(models["a"], batch)) + distance_to(models["a"], models["b"], batch)
-  )
+def taught(loss: Callable[[Model, Any], Any], models: Mapping[str, Model], batch: Any) -> jax.Array:
+  return value_of(loss(models["a"], batch)) + distance_to(models["a"], models["b"], batch)
 
 
 def value_of(found: Any) -> jax.Array:
@@ -314,9 +298,7 @@ def by_own_step(loss: Callable[[Model, Any], Any], model: Model) -> Callable[...
   return step
 
 
-def trained(
-  case: Case, sizes: Mapping[str, int], options: Mapping[str, Any], zero: int
-) -> tuple[list[float], Any]:
+def trained(case: Case, sizes: Mapping[str, int], options: Any, zero: int) -> tuple[list[float], Any]:
   plan, loss = planned(case, sizes, zero=zero), LOSSES[case.loss]
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.check_layout(model, plan, optimizer=optimizer)
@@ -325,18 +307,17 @@ def trained(
   if case.way in ("a teacher", "in turn"):
     second, its_optimizer = nxp.create_sharded_model(planned(case, sizes, zero=zero, other=True))
     models, optimizers = {"a": model, "b": second}, {"a": optimizer}
-    of_step = taught(loss)
+    of_step = functools.partial(taught, loss)
     if case.way == "in turn":
       optimizers["b"] = its_optimizer
       of_step = {"a": lambda m, b: loss(m["a"], b), "b": lambda m, b: distance_to(m["b"], m["a"], b)}
   step: Any = nxp.train_step(of_step, microbatches=case.microbatches, **options)
-  if case.way == "own step":
-    step = by_own_step(loss, model)
+  step = by_own_step(loss, model) if case.way == "own step" else step
   batch = nxp.shard_batch(data(case.examples), plan)
   found = [step(models, optimizers, batch) for _ in range(2)]
   losses = [float(x) for metrics in found for name, x in metrics.items() if name.split("/")[-1] == "loss"]
   if case.way == "one model":
-    models, _, more = follow(case, step, model, optimizer, plan, batch)
+    models, more = follow(case, step, model, optimizer, plan, batch)
     losses += more
   return losses, jax.device_get(nnx.to_pure_dict(nnx.state(models, nnx.Not(nnx.RngState))))
 
@@ -351,10 +332,8 @@ def check(case: Case, given: argparse.Namespace | None = None) -> driver.Result:
     return verdict("skipped", "flax refuses to write Variables, or to scan, inside a transform of JAX")
   if {"scale in layers", "scan over layers"} <= case.features:
     return verdict("skipped", "nnx.vmap under jit does not stack a plain array that a layer makes")
-  if given:
-    nxp.compilation_cache(
-      os.path.join(tempfile.gettempdir(), "nnx_parallel-seams")
-    )  # many programs are equal
+  if given:  # many programs are equal
+    nxp.compilation_cache(os.path.join(tempfile.gettempdir(), "nnx_parallel-seams"))
   options = dict(case.options)
   if "stage" in LAYOUTS[case.layout]:
     order: Any = ("gpipe", "1f1b", None, None)[case.seed % 4]

@@ -27,6 +27,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.hosts.launch import Job, launch
@@ -88,9 +89,8 @@ class Run:
 
   def __init__(self, script: Path, folder: Path, steps: int, pause: float, restarts: int):
     command = [sys.executable, str(script), str(folder), str(steps), str(pause), str(SAVE_EVERY)]
-    self.job = Job(
-      command, processes=PROCESSES, devices_per_process=2, restarts=restarts, pause=0.5, hang_after=HANG_AFTER
-    )
+    limits: Any = {"restarts": restarts, "pause": 0.5, "hang_after": HANG_AFTER}
+    self.job = Job(command, processes=PROCESSES, devices_per_process=2, **limits)
     self.pids: dict[int, int] = {}
     self.losses: dict[int, set[str]] = collections.defaultdict(set)
     self.problems: list[str] = []
@@ -134,9 +134,8 @@ class Run:
       command = [sys.executable, *self.job.command[1:]]
       alone = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
       second = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=300)
-      if restarts == self.restarts and (
-        "another job is writing there" not in second.stderr or "step " in second.stdout
-      ):
+      refused = "another job is writing there" in second.stderr and "step " not in second.stdout
+      if restarts == self.restarts and not refused:
         self.problems += ["a second job was not refused", second.stdout[-1000:], second.stderr[-1000:]]
     elif kind == "a damaged step":
       with contextlib.suppress(ProcessLookupError, KeyError):
@@ -150,10 +149,10 @@ class Run:
     else:
       file.write_text(kind)
       # A slow disk is there for two saves; the others end the attempt.
-      while not over.wait(0.05) and (
-        self.reported < reported + 2 * SAVE_EVERY if kind == "a slow disk" else restarts == self.restarts
-      ):
-        pass
+      last = reported + 2 * SAVE_EVERY
+      while not over.wait(0.05):
+        if self.reported >= last if kind == "a slow disk" else restarts != self.restarts:
+          break
       file.unlink()
 
   def strike(self, rng: random.Random) -> str:
@@ -182,12 +181,10 @@ def left(token: str) -> list[int]:
 
 
 SEEDS, WORKERS = "0:1", 0
-NOTES = [
-  f"{PROCESSES} processes of two simulated devices each; a save every {SAVE_EVERY} steps, three are kept."
-  " The times are from a signal to the end of the next step that was made, where no other signal came"
-  f" before: the pause of 0.5 s before a restart is in them, and, after SIGSTOP, {HANG_AFTER:g} s until"
-  " the launcher calls it a hang."
-]
+NOTES = [f"{PROCESSES} processes of two simulated devices each; a save every {SAVE_EVERY} steps, three kept."
+         " The times are from a signal to the end of the next step that was made, where no other signal came"
+         f" before: the pause of 0.5 s before a restart is in them, and, after SIGSTOP, {HANG_AFTER:g} s"
+         " until the launcher calls it a hang."]  # fmt: skip
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -209,16 +206,12 @@ def check(seed: int, given: argparse.Namespace) -> driver.Result:
   if done.total() < min(20, given.kills):
     run.problems.append(f"no more than {done.total()} troubles in the time")
   counts = {("troubles", what): count for what, count in sorted(done.items())} | {
-    ("troubles", "all"): done.total(),
-    ("run", "steps"): given.steps,
-    ("run", "steps made again"): run.made - given.steps,
-    ("run", "problems"): len(run.problems),
+    ("troubles", "all"): done.total(), ("run", "steps"): given.steps,
+    ("run", "steps made again"): run.made - given.steps, ("run", "problems"): len(run.problems),
     ("recovery", "timed"): len(run.recoveries),
-  }
-  figures = {
-    ("recovery", f"signal to the next step, {name}"): (round(of(run.recoveries), 2), "s")
-    for name, of in (("median", statistics.median), ("max", max))
-  }
+  }  # fmt: skip
+  times = {"median": statistics.median(run.recoveries), "max": max(run.recoveries)}
+  figures = {("recovery", f"signal to the next step, {n}"): (round(t, 2), "s") for n, t in times.items()}
   verdict, text = "WRONG" if run.problems else "right", "\n".join(run.problems)
   return {"verdict": verdict, "message": text, "counts": counts, "figures": figures}
 

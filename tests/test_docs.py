@@ -27,16 +27,8 @@ WITH_EXAMPLES = sorted(
   for path in PACKAGE.rglob("*.py")
   if path.name != "__main__.py" and ">>> " in path.read_text()
 )
-
-IN_GUIDES = (
-  "interop.adapters",
-  "attention.call",
-  "schemes.collectives",
-  "schemes.context",
-  "schemes.experts",
-  "schemes.vocabulary",
-  "optimizers.loss_scale",
-)
+IN_GUIDES = ("interop.adapters", "attention.call", "schemes.collectives", "schemes.context",
+             "schemes.experts", "schemes.vocabulary", "optimizers.loss_scale")  # fmt: skip
 """Modules with expensive examples, whose functions guides call too: CI runs the guides."""
 
 
@@ -80,52 +72,37 @@ def missing_from_docs(name: str, value: Any) -> list[str]:
     return []
   if inspect.isclass(value):
     return missing_from_class(name, value, doc)
-  missing = missing_from_args(name, value, doc)
-  if returns_a_value(value) and not section(doc, "Returns", "Yields"):
+  missing = missing_from_function(name, value, doc)
+  return missing + ([] if ">>>" in section(doc, "Example") else [f"{name}: no Example:"])
+
+
+def missing_from_args(name: str, function: Any, listed: str) -> list[str]:
+  missing = [one for one in parameters(function) if not re.search(rf"(?m)^\s+\**{one}\b.*:", listed)]
+  return [f"{name}: {one} is not under Args:" for one in missing]
+
+
+def missing_from_function(name: str, function: Any, doc: str, returns: bool = True) -> list[str]:
+  missing = missing_from_args(name, function, section(doc, "Args"))
+  if returns and returns_a_value(function) and not section(doc, "Returns", "Yields"):
     missing.append(f"{name}: no Returns:")
-  if ">>>" not in section(doc, "Example"):
-    missing.append(f"{name}: no Example:")
-  if raises(value) and not section(doc, "Raises"):
+  if raises(function) and not section(doc, "Raises"):
     missing.append(f"{name}: no Raises:")
   return missing
-
-
-def missing_from_args(name: str, function: Any, doc: str) -> list[str]:
-  """The parameters that are not listed under Args: of the function's own docstring."""
-  listed = section(doc, "Args")
-  return [
-    f"{name}: {parameter} is not under Args:"
-    for parameter in parameters(function)
-    if not re.search(rf"^\s+\**{parameter}\b.*:", listed, re.MULTILINE)
-  ]
 
 
 def missing_from_class(name: str, cls: type, doc: str) -> list[str]:
   """A class lists its constructor's arguments, its methods theirs."""
   missing = []
   if not issubclass(cls, BaseException) and cls.__init__ is not object.__init__:
-    listed = section(doc, "Args") + section(doc, "Attributes")
-    missing += [
-      f"{name}: {parameter} is under neither Args: nor Attributes:"
-      for parameter in parameters(cls)
-      if not re.search(rf"^\s+\**{parameter}\b.*:", listed, re.MULTILINE)
-    ]
-  for member_name, member in public_members(cls, cls.__module__.split(".")[0]):
-    if member_name.startswith("__"):
+    missing += missing_from_args(name, cls, section(doc, "Args") + section(doc, "Attributes"))
+  for own, member in public_members(cls, cls.__module__.split(".")[0]):
+    member_doc = inspect.getdoc(getattr(cls, own)) or ""
+    if own.startswith("__"):
       continue
-    member_doc = inspect.getdoc(getattr(cls, member_name)) or ""
     if not member_doc:
-      missing.append(f"{name}.{member_name}: no docstring")
+      missing.append(f"{name}.{own}: no docstring")
     elif not isinstance(member, property | functools.cached_property):
-      missing += missing_from_args(f"{name}.{member_name}", member, member_doc)
-      if (
-        section(member_doc, "Args")
-        and returns_a_value(member)
-        and not section(member_doc, "Returns", "Yields")
-      ):
-        missing.append(f"{name}.{member_name}: no Returns:")
-      if raises(member) and not section(member_doc, "Raises"):
-        missing.append(f"{name}.{member_name}: no Raises:")
+      missing += missing_from_function(f"{name}.{own}", member, member_doc, "Args:" in member_doc)
   return missing
 
 

@@ -16,22 +16,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "nnx_parallel"
 
 # Lowest first. Rooms in one group are siblings: they do not import each other either.
 ORDER = (
-  {"errors"},
-  {"core"},
-  {"rules"},
-  {"layout"},
-  {"infer"},
-  {"create"},
-  {"checkpoint"},
-  {"attention", "optimizers"},
-  {"layers"},
-  {"train", "schemes", "decode", "verify"},
-  {"interop", "hosts"},
-  {"report"},
-  {"loop"},
-  {"recipes"},
-  {"cli"},
-)
+  {"errors"}, {"core"}, {"rules"}, {"layout"}, {"infer"}, {"create"}, {"checkpoint"},
+  {"attention", "optimizers"}, {"layers"}, {"train", "schemes", "decode", "verify"}, {"interop", "hosts"},
+  {"report"}, {"loop"}, {"recipes"}, {"cli"},
+)  # fmt: skip
 LEVEL = {package: level for level, group in enumerate(ORDER) for package in group}
 
 # (importer, imported) pairs of siblings that may, each with its reason.

@@ -14,33 +14,25 @@ from nnx_parallel.testing import assert_same_numbers, with_gradient_norms
 class Doubled(nnx.Module):
   """A layer whose gradient is multiplied by the number of devices, as a wrong reduction does."""
 
-  def __init__(self, rngs):
-    self.up = nnx.Linear(8, 8, rngs=rngs)
+  def __init__(self, rngs, times):
+    self.up, self.times = nnx.Linear(8, 8, rngs=rngs), times
 
   def __call__(self, x):
-    times = float(self.up.kernel.get_metadata("times", 1))
     kernel = self.up.kernel[...]
-    return x @ (kernel + (times - 1) * (kernel - jax.lax.stop_gradient(kernel)))
+    return x @ (kernel + (self.times - 1) * (kernel - jax.lax.stop_gradient(kernel)))
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_gradient_that_is_wrong_by_a_factor_is_named(recorded):
-  def init(times):
-    model = Doubled(nnx.Rngs(0))
-    model.up.kernel.set_metadata(times=times)
-    return model
-
   tx = with_gradient_norms(optax.adam(1e-3)) if recorded else optax.adam(1e-3)
-  right, wrong = (
-    nxp.plan(lambda times=times: init(times), nxp.make_mesh(data=8), optimizer=tx) for times in (1, 2)
-  )
   x = [np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32) for i in range(3)]
 
-  def loss(model, x):
-    return (model(x) ** 2).mean()
+  def run(times):
+    plan = nxp.plan(lambda: Doubled(nnx.Rngs(0), times), nxp.make_mesh(data=8), optimizer=tx)
+    return testing.run_training(plan, lambda model, x: (model(x) ** 2).mean(), x)
 
-  one, many = (testing.run_training(plan, loss, x) for plan in (right, wrong))
+  one, many = run(1), run(2)
   np.testing.assert_allclose(one.losses, many.losses, rtol=1e-5)  # Adam hides it
   step = ", step 0" if recorded else ""
   with pytest.raises(AssertionError, match=rf"wrong{step}: the gradient norm of up.kernel is .*\(ratio 2\)"):

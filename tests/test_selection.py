@@ -46,9 +46,8 @@ def test_cases_that_are_chosen(tmp_path):
   common += ["--collect-only", "-q", str(tmp_path)]
   code = f"import pytest\nfor options in {[*CHOSEN]}: pytest.main([*{common}, *options]); print('end')"
   variables = {**os.environ, "PYTHONPATH": str(HERE), "PYTEST_ADDOPTS": ""}
-  done = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=120
-  )
+  words = [sys.executable, "-c", code]
+  done = subprocess.run(words, capture_output=True, text=True, env=variables, timeout=120)
   *runs, _ = done.stdout.split("end\n")
   found = [[line.split("::test_")[1] for line in run.splitlines() if "::" in line] for run in runs]
   assert found == [*CHOSEN.values()], done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """The whole path at once: plan, create, train, save, restore on another mesh, and simply go on."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -38,9 +39,8 @@ def source(start, count):
 
 
 first = nxp.LogicalRules.first
-RULES = nxp.LogicalRules(
-  batch=first(("data", "fsdp"), "rows"), embed=first("fsdp", "rows"), mlp=first("tensor", "columns")
-)
+BATCH = first(("data", "fsdp"), "rows")
+RULES = nxp.LogicalRules(batch=BATCH, embed=first("fsdp", "rows"), mlp=first("tensor", "columns"))
 MESHES = {
   "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, 8),
   "data1_fsdp4_tensor1": ({"data": 1, "fsdp": 4, "tensor": 1}, 4),
@@ -77,21 +77,15 @@ def saved(tmp_path_factory):
   return run
 
 
-NAMES = list(MESHES)
-
-
 # Each mesh once as the origin and once as the target; any pair of meshes: checkpoint/test_promises.py.
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("origin", "target"), list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)))
+@pytest.mark.parametrize(("origin", "target"), [*itertools.pairwise([*MESHES, next(iter(MESHES))])])
 def test_restore_on_any_mesh_continues_the_run(saved, origin, target):
   directory, expected = saved(origin)
   plan = plan_on(target)
   with nxp.Checkpointer(directory) as checkpointer:
     model, optimizer = checkpointer.restore(plan)
-  for root, module in (("model", model), ("optimizer", optimizer)):
-    for path, leaf in plan.of(root).items():
-      array = dict(nnx.to_flat_state(nnx.state(module)))[path].get_raw_value()
-      assert array.sharding.is_equivalent_to(leaf.sharding, array.ndim), leaf.name
+  nxp.check_layout(model, plan, optimizer=optimizer)
   assert int(optimizer.step[...]) == 3
   np.testing.assert_allclose(losses_of(model, optimizer, plan, 3, 3), expected, rtol=1e-5)
 

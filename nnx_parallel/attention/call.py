@@ -93,10 +93,7 @@ def attend(
 ) -> jax.Array:
   """Attention of queries `[batch, length, *heads, group, features]`: `[batch, *heads, group, length, out]`.
 
-  It is written out and rewritten as a way says, as an attention that is found in a model is.
-
-  `scores` is of the scaled scores `[batch, *heads, group, queries, keys]` and of `more`, arrays that
-  follow query, key and value in the program.
+  `scores` is of the scaled scores `[batch, *heads, group, queries, keys]` and of `more` arrays.
   """
   dims = "hn"[: query.ndim - 4]
   factor = query.shape[-1] ** -0.5 if scale is None else scale

@@ -24,8 +24,9 @@ from jax.sharding import AxisType
 from nnx_parallel.attention.blocks import OVER_AXIS, NotAttention, Way, blocked
 from nnx_parallel.attention.fused import by_kernel
 from nnx_parallel.attention.kernels import kernel_in_use
+from nnx_parallel.attention.sink import sink_masks
 from nnx_parallel.attention.softmaxes import NotByBlocks, NotFused, Softmax, Softmaxes, named_dims
-from nnx_parallel.core.given import is_count, is_one_of
+from nnx_parallel.core.checked import is_one_of
 from nnx_parallel.core.interpret import inline_calls
 from nnx_parallel.core.jaxprs import (
   CALLS,
@@ -101,7 +102,7 @@ def queries_over(axis: str | None) -> Generator[None, None, None]:
 
 def check_attention(attention: Attention) -> None:
   """Raises a `TrainError` for an option that is not valid."""
-  if attention is None or is_one_of(attention, [*WORDS]) or is_count(attention):
+  if attention is None or is_one_of(attention, [*WORDS]) or (type(attention) is int and attention > 0):
     return
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
@@ -111,10 +112,7 @@ def check_attention(attention: Attention) -> None:
 
 
 def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, str]:
-  """The trace of a loss with blockwise or fused attention, and a line that reports the attentions found.
-
-  `TrainError` if the loss has none, or if, with an option of `OVER_AXIS`, the devices cannot share one.
-  """
+  """The trace of a loss with its attention so computed, and a line on what was found; or a `TrainError`."""
   way, found = way_of(attention), Found()
   changed = rewrite(jaxpr, way, found, {})
   if way.is_over_axis and found.left:
@@ -156,8 +154,8 @@ def way_of(attention: Attention) -> Way:
 
 def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple[Program, Found]]) -> Any:
   """The program with its attention rewritten; equal layers share one. `found` receives what was found."""
-  flat = inline_calls(jaxpr, is_opened)
-  body = flat.jaxpr
+  flat = inline_calls(jaxpr, opens_attention)
+  body = sink_masks(flat.jaxpr)
   softmaxes = Softmaxes(body)
   eqns: dict[int, JaxprEqn] = {}
   matches: list[Softmax] = []
@@ -208,7 +206,7 @@ def _inner(value: Value, *args: Value) -> Value:
   return rewrite(value, *args) if hasattr(open_jaxpr(value), "eqns") else value
 
 
-def is_opened(eqn: JaxprEqn) -> bool:
+def opens_attention(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call whose operations may be part of an attention."""
   name = eqn.primitive.name
   if has_rule(eqn) and "bwd" not in params_of(eqn):  # jax.nn.softmax

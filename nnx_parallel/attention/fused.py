@@ -472,10 +472,7 @@ def _place(
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-  """The mesh axes of each dim: batch axes on the first, each other axis on the first later dim it divides.
-
-  The compiler moves arrays with another layout.
-  """
+  """The mesh axes of each dim: batch axes on the first, each other axis on the first later dim it divides."""
   scope = scope_in_use()
   rules = RuleSet() if scope is None else scope.ruleset
   first = batch_axes(rules, mesh) or ()

@@ -249,10 +249,7 @@ def _placed(eqn: JaxprEqn, own: list[int], labels: dict[Var, Labels], lengths: L
 
 
 def named_dims(shape: Sequence[int]) -> tuple[dict[DimName, int], Labels]:
-  """The lengths and labels of the dims of the scores, and of their prime factors: `(dim, number)`.
-
-  A dim that is split, such as heads into groups, is followed by its factors.
-  """
+  """The lengths and labels of each dim `d` of scores, and of its prime factors `(d, n)`, if it is split."""
   lengths: dict[DimName, int] = {}
   labels: list[tuple[DimName, int, int]] = []
   for d, size in enumerate(shape):

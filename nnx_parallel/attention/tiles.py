@@ -96,10 +96,7 @@ class Share:
   def keys_of(
     self, source: AnyArray, x: jax.Array, labels: Labels, new: jax.Array | None = None
   ) -> jax.Array:
-    """The part of an array, with the device's queries and all keys, that belongs to the keys of `source`.
-
-    With `new`, returns the array with `new` in the place of that part.
-    """
+    """The part of an array for the keys of `source`; with `new`, the array with that in its place."""
     if self.moving is None or self.moves(labels):
       return x if new is None else new
     length = self.grid.lengths[self.moving]
@@ -128,10 +125,7 @@ class Share:
     return lambda *arrays: run(numbers, *arrays)
 
   def by_heads(self, x: jax.Array, labels: Labels) -> jax.Array:
-    """Reshards an array from positions to heads, by an all-to-all, if the attention is split by heads.
-
-    Otherwise XLA would compute the array by heads from all positions.
-    """
+    """Reshards an array to heads, if they are split: XLA would compute them from all positions."""
     return self._on(self.by_positions(x, labels), self.split(labels))
 
   def by_positions(self, x: jax.Array, labels: Labels) -> jax.Array:
@@ -343,10 +337,7 @@ class TileAttention:
     state: PyTree,
     given: Sequence[jax.Array],
   ) -> PyTree:
-    """A scan of `(state, given, places, places among all devices) -> state` over the tiles of a visit.
-
-    Each device computes the tiles that it sees.
-    """
+    """A scan of `(state, given, places, places among all devices) -> state` over the tiles of a visit."""
     needed = None if self.needed is None else self.needed(given)
     # An int is the first or the last hop; a tracer, one between, in a loop.
     ahead, visits = (hop, self._visits[hop : hop + 1]) if isinstance(hop, int) else (1, self._visits[1:-1])

@@ -154,17 +154,13 @@ class Tiles:
   """The part of a program that some of its values need, evaluated for a tile of them.
 
   Calls in the program are leaves; so are values that `leaf` wants sliced rather than computed for each tile.
-
-  Attributes:
-    leaves: the values that are sliced, in order.
-    parts: node -> its operation, and the labels of its operands.
   """
 
   def __init__(self, body: Jaxpr, grid: Grid, leaf: Callable[[Var, Labels], bool]):
     self.grid, self._leaf = grid, leaf
     self._made = makers(body)
-    self.leaves: dict[Node, None] = {}
-    self.parts: dict[Node, tuple[JaxprEqn, list[Labels]]] = {}
+    self.leaves: dict[Node, None] = {}  # the values that are sliced, in order
+    self.parts: dict[Node, tuple[JaxprEqn, list[Labels]]] = {}  # the others: with the labels of the operands
 
   def need(self, var: Var, labels: Labels, strict: Callable[[Var], bool] = lambda _: False) -> None:
     """Adds a value to the evaluated values; `Untiled` if a `strict` operation has no blocks."""
@@ -231,10 +227,7 @@ class Tiles:
 
 
 def pull(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> list[Labels]:
-  """The labels that the operands of an operation need, given the labels of its result.
-
-  Raises `Untiled` if a block of the result is not a function of blocks of the operands.
-  """
+  """The labels that the operands of an operation need for those of its result; `Untiled` without blocks."""
   labels = tuple(label for label in labels if lengths[label[0]] > 1)
   dims = {dim for _, dim, _ in labels}
   if len(dims) < len(labels):

@@ -460,6 +460,8 @@ class Checkpointer:
   ) -> None:
     """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin."""
     # On a thread: Orbax, interrupted while it starts, would leave threads that collide with the next save.
+    # All agree on what to save, and process 0 takes the directory (`begin`); all write; all wait for their
+    # writes, and process 0 makes them a step (`commit`). Each of the three blocks fails on all or on none.
     friendly = functools.partial(friendly_errors, f"save step {step}", self.directory)
     is_first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:

@@ -62,7 +62,7 @@ def take(directory: epath.Path) -> Hold:
   """Takes a directory for this process; a `CheckpointError` says which other process has it."""
   name = os.path.realpath(directory)
   with _TAKING:
-    hold = _holds.setdefault(name, _holds.get(name) or Hold(directory, name))
+    hold = _holds[name] = _holds.get(name) or Hold(directory, name)
     hold.users += 1
   return hold
 

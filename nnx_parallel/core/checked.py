@@ -13,7 +13,7 @@ import reprlib
 import types
 import typing
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import with_article
 from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
@@ -213,6 +212,16 @@ def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
   if _NAMED["os.PathLike[str]"] in kinds:
     kinds = [kind for kind in kinds if kind is not str]
   return kinds[0] if len(kinds) == 1 else tuple(kinds)
+
+
+def is_one_of(value: object, options: Sequence[object]) -> bool:
+  """Whether a value is one of some words or numbers; an array, whose comparisons are arrays, is none."""
+  return any(value is option or (type(value) is type(option) and value == option) for option in options)
+
+
+def are_texts(value: object) -> bool:
+  """Whether a value is a tuple, list or set of texts."""
+  return isinstance(value, (tuple, list, set, frozenset)) and all(type(text) is str for text in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 def fits(value: object, kind: Any) -> bool:

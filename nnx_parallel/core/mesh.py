@@ -14,8 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from nnx_parallel.core.checked import shorten_traceback
-from nnx_parallel.core.given import are_texts, is_one_of
+from nnx_parallel.core.checked import are_texts, is_one_of, shorten_traceback
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import MeshError
 
@@ -279,13 +278,10 @@ def describe_mesh(mesh: AnyMesh) -> str:
 def _axes_by_link(mesh: Mesh) -> dict[str, list[str]]:
   found: dict[str, list[str]] = {"inside one host": [], "across hosts": [], "across slices": []}
   for dim, name in enumerate(mesh.axis_names):
-    link = "inside one host"
-    for line in np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim]):
-      if len({getattr(device, "slice_index", 0) for device in line}) > 1:
-        link = "across slices"
-        break
-      if len({device.process_index for device in line}) > 1:
-        link = "across hosts"
+    lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim])
+    slices = any(len({getattr(device, "slice_index", 0) for device in line}) > 1 for line in lines)
+    hosts = any(len({device.process_index for device in line}) > 1 for line in lines)
+    link = "across slices" if slices else "across hosts" if hosts else "inside one host"
     found[link].append(str(name))
   return found
 

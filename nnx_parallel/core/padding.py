@@ -164,6 +164,7 @@ def crop(value: AnyArray, logical: tuple[int, ...], storage: tuple[int, ...]) ->
 
 def _limits(shape: tuple[int, ...], logical: tuple[int, ...], storage: tuple[int, ...]) -> tuple[int, ...]:
   """The logical size of each dim of `shape`, which is `storage` or has lost or gained some dims."""
+  # Of 3 rows stored as 4: (4, 8) is (3, 8), (n, 4, 8) under a `vmap` is (n, 3, 8), and a row (8,) stays.
   if shape in (storage, logical):
     return logical
   if len(shape) > len(storage):

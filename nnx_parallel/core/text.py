@@ -91,22 +91,6 @@ def format_bytes(count: float) -> str:
   return f"{count:.0f} B" if power == 0 else f"{count / 1024**power:.4g} {unit}"
 
 
-def format_count(count: float) -> str:
-  """A number with a decimal prefix: `989 T`."""
-  for prefix in ("", " k", " M", " G", " T", " P"):
-    if abs(count) < 1000:
-      return f"{count:.3g}{prefix}"
-    count /= 1000
-  return f"{count:.3g} E"
-
-
-def format_seconds(seconds: float) -> str:
-  """A duration: `12.3 ms`, `3.00 s`."""
-  if seconds >= 1:
-    return f"{seconds:.2f} s"
-  return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-
-
 def format_array(dtype: object, shape: tuple[int, ...]) -> str:
   """`float32[8,64]`."""
   return f"{dtype}[{','.join(map(str, shape))}]"

@@ -59,6 +59,7 @@ def together(name: str = "together") -> Generator[Block]:
     error = caught
     block.exchange.warn()
 
+  # The answer for all has a value; or the processes that failed, or those that differ, and in what.
   def judge(texts: list[str]) -> str:
     nonlocal error
     said = [json.loads(text) for text in texts]

@@ -21,19 +21,12 @@ from nnx_parallel.core.types import AnyArray
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.slices import Cut, Phase, assemble, cut
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layout import tracing
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan, check_structure
 from nnx_parallel.layout.planning import PlanOptions, StateOptions, plan_with_traces
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
-from nnx_parallel.layout.tracing import (
-  Trace,
-  make_optimizer,
-  run_init,
-  states_shardings,
-  trace_module,
-  trace_optimizer,
-  why_one_program,
-)
+from nnx_parallel.layout.tracing import Trace
 from nnx_parallel.rules.logical import Uneven
 from nnx_parallel.rules.ruleset import Rules
 
@@ -194,16 +187,16 @@ def cut_plan(
 ) -> Cut | str:
   """Cuts the plan's constructor into slices; or returns the reason, as a clause, why it cannot be sliced."""
   traces = traces or _trace(plan)
-  return why_one_program(traces.values()) or cut(
+  return tracing.why_one_program(traces.values()) or cut(
     *_phases(plan, traces), shardings, real_mesh(plan).local_devices[0]
   )
 
 
 def _trace(plan: Plan) -> dict[Root, Trace]:
   """Traces the plan's constructor and its optimizer again."""
-  traces: dict[Root, Trace] = {"model": trace_module(plan.init, plan.mesh)}
+  traces: dict[Root, Trace] = {"model": tracing.trace_module(plan.init, plan.mesh)}
   if plan.tx is not None:
-    traces["optimizer"] = trace_optimizer(traces["model"].made, plan.tx, plan.wrt)
+    traces["optimizer"] = tracing.trace_optimizer(traces["model"].made, plan.tx, plan.wrt)
   _check_built(plan, {root: one.made.leaves for root, one in traces.items()})
   return traces
 
@@ -246,11 +239,11 @@ def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) 
   # Source: the flax guide "Scale up on multiple devices".
   @nnx.jit
   def constructor() -> Any:
-    module = _traced_init(plan) if is_explicit(plan.mesh) else run_init(plan.init, plan.mesh)
+    module = _traced_init(plan) if is_explicit(plan.mesh) else tracing.run_init(plan.init, plan.mesh)
     built: dict[Root, dict[Path, Any]] = {"model": array_leaves(module)}
     if plan.tx is not None:
       with nnx.use_eager_sharding(False):
-        built["optimizer"] = array_leaves(make_optimizer(module, plan.tx, plan.wrt))
+        built["optimizer"] = array_leaves(tracing.make_optimizer(module, plan.tx, plan.wrt))
     _check_built(plan, built)
     arrays = [jax.numpy.asarray(value_of(built[leaf.root][leaf.path])) for leaf in plan.leaves]
     padded = [pad(array, leaf.storage_shape) for array, leaf in zip(arrays, plan.leaves, strict=True)]
@@ -262,7 +255,7 @@ def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) 
 
 def _traced_init(plan: Plan) -> Any:
   """The module of a constructor whose arrays have shardings in their types, without these."""
-  found = trace_module(plan.init, plan.mesh)
+  found = tracing.trace_module(plan.init, plan.mesh)
   arrays = as_function(found.program)()
   return merge(found.made.graphdef, jax.tree.unflatten(jax.tree.structure(found.made.state), arrays))
 
@@ -307,7 +300,7 @@ def unsharded(init: Callable[[], M]) -> M:
     with no_mesh(), nnx.use_eager_sharding(False):
       return init()
   except ValueError as error:
-    if not states_shardings(error):
+    if not tracing.states_shardings(error):
       raise
     raise PlanError(
       "init states shardings, and there is no mesh without shardings to state them on.",

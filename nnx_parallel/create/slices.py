@@ -110,6 +110,7 @@ def _split(
   operations: list[JaxprEqn], results: list[Var], known: Iterable[Var]
 ) -> tuple[list[JaxprEqn], dict[int, list[JaxprEqn]]]:
   """The operations to evaluate first, and by result those behind it."""
+  # By the maker of each value: to look through all operations for each result would be quadratic.
   values, first, maker = set(known), list[JaxprEqn](), dict[Var, int]()
   for i, op in enumerate(operations):
     if values.issuperset(op.invars) and all(is_tiny(value.aval) for value in (*op.invars, *op.outvars)):

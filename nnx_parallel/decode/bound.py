@@ -39,10 +39,7 @@ State = tuple[list[Any], Any]
 
 
 class Rows(NamedTuple):
-  """How many rows with separate caches and positions there are, and the dim of each cache that holds them.
-
-  None: the rows are stacked ahead of the dims of the cache.
-  """
+  """How many rows have caches of their own, and their dim in each cache; None: ahead of its dims."""
 
   number: int
   dims: list[int | None]
@@ -72,11 +69,10 @@ class Bound:
         fix="call init_cache((batch, length, features)) of each attention in the constructor,\n"
         "or give nxp.generator(cache=make, call=call) for a model that takes its cache as an argument.",
       )
+    # Whether only the shapes of the model's caches are used; else the program empties and returns them.
     self.in_slots = options.slots is not None
-    """Whether only the shapes of the model's caches are used; else the program empties and returns them."""
     mesh, scope = self.binding.mesh, self.outside.scope
-    self.axes: tuple[str, ...] = ()
-    """The mesh axes that split the batch."""
+    self.axes: tuple[str, ...] = ()  # the mesh axes that split the batch
     if mesh is not None and scope is not None:
       self.axes = axes_of(input_spec(scope.ruleset, 2, axis_sizes(mesh))[0])
     self.capacity = _capacity(model)
@@ -107,7 +103,8 @@ class Bound:
     batch, width = prompts
     if prompts not in self._defaults:
       lengths, numbers = np.full((batch,), width, np.int32), np.arange(batch, dtype=np.int32)
-      given = (None if self._knows_equal else lengths), numbers, jax.random.key(0)
+      # Prompts of equal length have a program of their own; token by token they need none.
+      given = (None if self.options.prefill > 1 else lengths), numbers, jax.random.key(0)
       self._defaults[prompts] = Args(None, *(None if x is None else self.place(x) for x in given))
     return self._defaults[prompts]
 
@@ -118,13 +115,8 @@ class Bound:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
 
     rows, key = struct(prompts[:1], jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-    lengths = rows if padded or not self._knows_equal else None
+    lengths = rows if padded or self.options.prefill == 1 else None
     return Args(struct(prompts, jnp.int32), lengths, rows, struct((), key.dtype))
-
-  @property
-  def _knows_equal(self) -> bool:
-    """Whether prompts of equal length have a program of their own; token by token they need none."""
-    return self.options.prefill > 1
 
   def argument_names(self) -> dict[str, str]:
     """Names an array of the program, as JAX does -> the label of the Variable."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -280,14 +280,8 @@ def generator(
       fix="call=lambda model, tokens, position, cache: model(tokens, cache)",
     )
   stops: tuple[int, ...] = tuple(stop) if isinstance(stop, Sequence) else (stop,)
-  return Generator(
-    Options(max_new_tokens, sampling, stops, padding, call or _plain_call, cache, prefill, slots)
-  )
-
-
-def _plain_call(model: nnx.Module, tokens: Any, position: Any) -> jax.Array:
-  del position
-  return model(tokens)
+  call = call or (lambda model, tokens, _: model(tokens))
+  return Generator(Options(max_new_tokens, sampling, stops, padding, call, cache, prefill, slots))
 
 
 def _check_prompts(prompts: AnyArray) -> AnyArray:

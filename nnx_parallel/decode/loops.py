@@ -29,12 +29,9 @@ class Asked(NamedTuple):
 class _Texts(NamedTuple):
   """What rows have written so far; dim 0 of all arrays is the rows."""
 
-  token: jax.Array
-  """The next tokens that they read."""
-  found: jax.Array
-  """The tokens that they have written, `(rows, limit)`."""
-  counts: jax.Array
-  """How many."""
+  token: jax.Array  # the next tokens that they read
+  found: jax.Array  # the tokens that they have written, `(rows, limit)`
+  counts: jax.Array  # how many
   ended: jax.Array
 
 
@@ -107,12 +104,6 @@ class Loop:
     state = jax.lax.fori_loop(0, whole, lambda n, state: read(part, n * part, state), state)
     return read(rest, whole * part, state) if rest else state
 
-  def read_some(self, rows: jax.Array, tokens: jax.Array, position: jax.Array, state: PyTree) -> PyTree:
-    """The state after some of the rows, each with its own state, have read tokens at their positions."""
-    new = self.forward(tokens, position, state)[1]
-    rows = self.rows(rows)
-    return jax.lax.cond(rows.all(), lambda: new, lambda: self.chosen(rows, new, state))
-
   def chosen(self, rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """For each row, the new state or the old state."""
     return _choose(rows, new, old, self.dims)
@@ -128,14 +119,11 @@ class Written(NamedTuple):
 class Steps(NamedTuple):
   """A loop, in parts."""
 
-  begin: Callable[[], PyTree]
-  """The carry before the first step; the prompts may have been read."""
-  more: Callable[[PyTree], jax.Array]
-  """Whether a step is left."""
+  begin: Callable[[], PyTree]  # the carry before the first step; the prompts may have been read
+  more: Callable[[PyTree], jax.Array]  # whether a step is left
+  # the carry after a step, which calls the model with a token of each row, and what it has written
   one: Callable[[PyTree], tuple[PyTree, Written]]
-  """The carry after a step, which calls the model with a token of each row, and what it has written."""
-  end: Callable[[PyTree], tuple[PyTree, Generated]]
-  """The state, and the results."""
+  end: Callable[[PyTree], tuple[PyTree, Generated]]  # the state, and the results
 
   def all(self) -> tuple[PyTree, Generated]:
     """The state and the results after all steps."""
@@ -216,16 +204,12 @@ def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
 class _Slots(NamedTuple):
   """The loop over rows with separate states. All but the state is small, and replicated."""
 
-  request: jax.Array
-  """The prompt that a slot works on; the number of prompts, if no prompt is left."""
-  position: jax.Array
-  """Tokens that its cache has read."""
+  request: jax.Array  # the prompt that a slot works on; the number of prompts, if no prompt is left
+  position: jax.Array  # tokens that its cache has read
   rows: _Texts
   state: PyTree
-  done: Generated
-  """The results of the requests that have ended."""
-  following: jax.Array
-  """The next request that no slot has begun."""
+  done: Generated  # the results of the requests that have ended
+  following: jax.Array  # the next request that no slot has begun
 
 
 def by_slots(
@@ -257,7 +241,8 @@ def by_slots(
     prompts, position = of(some.of(s.request)).prompts, some.of(s.position)
     tokens = loop.rows(_column(prompts, position[:, None] + jnp.arange(count)[None]))
     before = jax.tree.map(some.of, s.state)
-    after = loop.read_some(some.of(here), tokens, loop.rows(position), before)
+    new, able = loop.forward(tokens, loop.rows(position), before)[1], loop.rows(some.of(here))
+    after = jax.lax.cond(able.all(), lambda: new, lambda: loop.chosen(able, new, before))
     position = jnp.where(here, s.position + count, s.position)
     token = jnp.where(here, _column(of(s.request).prompts, position), s.rows.token)
     state = jax.tree.map(some.put, s.state, after)

@@ -24,6 +24,8 @@ from typing import IO
 
 from nnx_parallel.hosts.heartbeat import STOPPED, VARIABLE, last_beat
 
+Write = Callable[[str], None]
+"""Shows a line; several threads call it."""
 LOOK_S = 0.05
 SEEN_LATE_S = 0.3
 LAST_LINES = 12
@@ -52,12 +54,7 @@ class Worker:
   """One process of an attempt, within its supervisor; `watched` becomes readable when the launcher ends."""
 
   def __init__(
-    self,
-    number: int,
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    watched: int,
-    write: Callable[[str], None],
+    self, number: int, command: Sequence[str], variables: Mapping[str, str], watched: int, write: Write
   ):
     self.number, self._beats = number, Path(variables[VARIABLE])
     self.step: int | None = None
@@ -79,7 +76,7 @@ class Worker:
     self._reader = threading.Thread(target=self._show, args=(self._supervisor.stdout, write), daemon=True)
     self._reader.start()
 
-  def _show(self, output: IO[str], write: Callable[[str], None]) -> None:
+  def _show(self, output: IO[str], write: Write) -> None:
     with output:
       for line in output:
         if line.startswith("Traceback (most"):
@@ -125,8 +122,8 @@ class Worker:
         self._supervisor.send_signal(number)
 
 
-def launch(job: Job, write: Callable[[str], None] = print) -> int:
-  """Runs a job to its end; no process outlives the launcher. Several threads call `write` with a line.
+def launch(job: Job, write: Write = print) -> int:
+  """Runs a job to its end; no process outlives the launcher.
 
   Returns 0, the code of the first that failed, 75 after an orderly stop, or 128 + n after another signal.
   """
@@ -174,7 +171,7 @@ class _Attempt:
   number: int
   folder: Path
   came: Sequence[int]
-  write: Callable[[str], None]
+  write: Write
   workers: list[Worker] = dataclasses.field(default_factory=list[Worker])
   code: int = 0
   failed_at: float = 0.0  # 0: not

@@ -38,7 +38,9 @@ def _call(port: int, count: int, deadline: float) -> str:
   came: dict[int, socket.socket] = {}
   problem = ""
   try:
-    server = _listening(port)
+    dual = socket.has_dualstack_ipv6()  # on IPv6 and IPv4, where the machine has both
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
   except OSError as error:
     return f"process 0 cannot listen on port {port}: {error.strerror}."
   with server:
@@ -67,13 +69,6 @@ def _call(port: int, count: int, deadline: float) -> str:
   for caller in came.values():
     _close(caller, problem)
   return problem
-
-
-def _listening(port: int) -> socket.socket:
-  """On IPv6 and IPv4, where the machine has both."""
-  if socket.has_dualstack_ipv6():
-    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-  return socket.create_server(("", port))
 
 
 def _close(caller: socket.socket, problem: str) -> None:

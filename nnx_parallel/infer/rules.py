@@ -220,12 +220,6 @@ def _tensor_parallel(
   return {p: found[p] for p in parameters if p in found}, split, used
 
 
-@dataclasses.dataclass
-class _Candidate:
-  elements: int
-  users: list[Path]
-
-
 def _choose(
   parameters: dict[Path, list[int]],
   classes: Classes,
@@ -234,27 +228,22 @@ def _choose(
   min_size: int,
   fixed: set[Path],
 ) -> set[int]:
-  candidates: dict[int, _Candidate] = {}
+  users: dict[int, list[Path]] = {}
   for path, own in parameters.items():
     for c in dict.fromkeys(own):
-      found = candidates.setdefault(c, _Candidate(0, []))
-      found.elements += math.prod(value_of(leaves[path]).shape)
-      found.users.append(path)
-
-  def gain(c: int) -> float:
-    # A class that is never summed over leaves the trace split, and costs a collective there.
-    return candidates[c].elements / max(1, classes[c].collectives)
-
+      users.setdefault(c, []).append(path)
+  elements = {c: sum(math.prod(value_of(leaves[path]).shape) for path in users[c]) for c in users}
+  # A class that is never summed over leaves the trace split, and costs a collective there.
+  gain = {c: elements[c] / max(1, classes[c].collectives) for c in users}
   taken = {*fixed}
   chosen: set[int] = set()
   # Equal gains are settled by path, so that the proposal is the same on every run.
-  for c in sorted(candidates, key=lambda c: (-gain(c), path_str(candidates[c].users[0]))):
-    users = candidates[c].users
+  for c in sorted(users, key=lambda c: (-gain[c], path_str(users[c][0]))):
     fits = classes[c].is_product and all(size % shards == 0 for size in classes[c].sizes)
-    twice = any(parameters[path].count(c) > 1 for path in users)
-    if fits and not twice and candidates[c].elements > min_size and not taken.intersection(users):
+    twice = any(parameters[path].count(c) > 1 for path in users[c])
+    if fits and not twice and elements[c] > min_size and not taken.intersection(users[c]):
       chosen.add(c)
-      taken.update(users)
+      taken.update(users[c])
   return chosen
 
 

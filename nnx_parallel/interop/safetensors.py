@@ -285,18 +285,18 @@ def write_folder(
   is_first = jax.process_index() == 0
 
   @contextlib.contextmanager
-  def together() -> Generator[None]:
+  def on_all() -> Generator[None]:
     """A block of the export; an error on one process ends it on all processes."""
     with multihost.together(), friendly_errors(f"export to {final.name}", final.parent):
       yield
 
-  with together():
+  with on_all():
     _require_new(final)
     leaves = _leaves(model, skip)
     families, specs = _to_write((weight_map or SameNames()).to_write(leaves), leaves)
   multihost.require_same("what to export", f"{final}\n{specs}")
   with contextlib.ExitStack() as stack:
-    with together():
+    with on_all():
       if is_first:
         temporary.mkdir(parents=True, exist_ok=True)
         hold = lock.take(epath.Path(temporary))
@@ -310,19 +310,19 @@ def write_folder(
         _lay_out(temporary, specs, file_bytes, single)
         for name, text in beside.items():
           (temporary / name).write_text(text)
-    with together():
+    with on_all():
       tensors = read_tensors(temporary)
     for first, *tied in families:
       near = leaves[next(iter(first.layers.values()))].array.sharding
       arrays = _arrays(first, leaves, near)
       for group in tied:
-        with together():
+        with on_all():
           _require_same(group, _arrays(group, leaves, near), arrays)
-      with together():
+      with on_all():
         _store([tensors[name] for name in first.names], arrays)
-    with together():
+    with on_all():
       storage.make_tree_durable(epath.Path(temporary))
-    with together():
+    with on_all():
       if is_first:
         temporary.rename(final)
         (final / lock.LOCK).unlink()

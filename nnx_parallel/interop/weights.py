@@ -296,6 +296,7 @@ class WeightMap:
       CheckpointError: a pattern does not fit the arrays of its rule.
     """
     groups, lost = self._groups(wanted)
+    # Rows: arrays that are read, or do not fit; missing leaves; unused layers and arrays; initialised leaves.
     missing = {path: "no rule names it" for path in lost if path not in skip}
     rows: list[Row] = []
     cut: list[Row] = []

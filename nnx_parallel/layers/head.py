@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from nnx_parallel.attention.find import is_opened
+from nnx_parallel.attention.find import opens_attention
 from nnx_parallel.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, finite, push
 from nnx_parallel.core.interpret import inline_calls, interpret
@@ -50,7 +50,7 @@ from nnx_parallel.layers.row_statistics import (
   best,
 )
 from nnx_parallel.layout.batch import batch_axes
-from nnx_parallel.layout.constrain import rules_in_scope
+from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
@@ -69,11 +69,8 @@ def check_chunks(chunks: int | None) -> None:
 
 
 def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
-  """The closed trace of a loss with its head computed in chunks, and a line that says so.
-
-  Raises a `TrainError` if the loss has no head, or operations on its logits cannot be computed in chunks.
-  """
-  flat: ClosedJaxpr = inline_calls(jaxpr, _is_opened)
+  """The closed trace of a loss with its head in chunks, and a line that says so; or a `TrainError`."""
+  flat: ClosedJaxpr = inline_calls(jaxpr, _opens_head)
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -104,9 +101,9 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   return without_unused(body), line
 
 
-def _is_opened(eqn: JaxprEqn) -> bool:
-  if is_opened(eqn) or not has_rule(eqn) or has_reverse_rule(eqn):
-    return is_opened(eqn)
+def _opens_head(eqn: JaxprEqn) -> bool:
+  if opens_attention(eqn) or not has_rule(eqn) or has_reverse_rule(eqn):
+    return opens_attention(eqn)
   return str(open_jaxpr(program_of(eqn)).debug_info.func_name) in _OPENED
 
 
@@ -122,7 +119,8 @@ def _shards(length: int) -> tuple[int, int]:
   shards = math.gcd(length, mesh.size)
   if AxisType.Explicit in mesh.axis_types:
     return shards, 1
-  split = batch_axes(RuleSet(logical=rules_in_scope() or LogicalRules()), dict(mesh.shape)) or ()
+  scope = scope_in_use()
+  split = batch_axes(RuleSet(scope.rules if scope else LogicalRules()), dict(mesh.shape)) or ()
   apart = mesh.size // math.prod(mesh.shape[axis] for axis in split)
   return shards, 1 if shards % apart else apart
 
@@ -246,7 +244,7 @@ class _Rewriting:
     """The closed trace of the loss with its statistics computed by chunks; `Untiled` if all are needed."""
 
     def is_call(eqn: JaxprEqn) -> bool:
-      return _is_opened(eqn) and eqn.params.get("name") not in self._kinds
+      return _opens_head(eqn) and eqn.params.get("name") not in self._kinds
 
     def products(body: Jaxpr) -> list[JaxprEqn]:
       return [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
@@ -278,7 +276,7 @@ class _Rewriting:
     name, x = eqn.primitive.name, inputs[logits[0]]
     if name in ("argmax", "top_k"):
       return self._best(eqn, x)
-    if name == "gather" and isinstance(inputs[0], _Logits) and self._is_pick(eqn):
+    if name == "gather" and isinstance(inputs[0], _Logits) and (is_pick(eqn) or is_row_pick(eqn, self._flat)):
       return [_Statistic(self._pick(eqn, x, _array(inputs[1])))]
     labels = {push(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
     if len(labels) > 1:
@@ -316,9 +314,6 @@ class _Rewriting:
       other = -other if name == "sub" else other
       return x._replace(shift=other if x.shift is None else x.shift + other)
     return None
-
-  def _is_pick(self, eqn: JaxprEqn) -> bool:
-    return is_pick(eqn) or is_row_pick(eqn, self._flat)
 
   def _pick(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
     """An element of each row."""

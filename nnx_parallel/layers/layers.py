@@ -22,8 +22,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.attention.find import Attention, by_blocks, check_attention
-from nnx_parallel.core.checked import check_arguments
-from nnx_parallel.core.given import is_one_of
+from nnx_parallel.core.checked import check_arguments, is_one_of
 from nnx_parallel.core.interpret import inline_calls
 from nnx_parallel.core.jaxprs import (
   bind,
@@ -112,11 +111,6 @@ class LayerOptions:
     if isinstance(self.remat, Remat):
       return self.remat
     return Remat("as written" if self.remat is None else self.remat)
-
-  @property
-  def rewrites(self) -> bool:
-    """Whether attention or the head is computed another way."""
-    return self.attention is not None or self.loss_chunks is not None
 
   @property
   def marks(self) -> bool:
@@ -261,12 +255,10 @@ def _variables(objects: PyTree) -> Any:
 def with_options(
   function: Callable[..., PyTree], options: LayerOptions, used: LayersUsed | None = None
 ) -> Callable[..., PyTree]:
-  """A function of pytrees of arrays whose layers, marked by `options.marking`, are treated; `used` says how.
-
-  It raises a `TrainError` if a policy finds no layer.
-  """
+  """A function of arrays whose marked layers are treated, as `used` says; `TrainError` if none is found."""
   remat, note = options.how, LayersUsed() if used is None else used
-  if not (remat.changes or options.scan_layers is True or options.rewrites):
+  rewrites = options.attention is not None or options.loss_chunks is not None
+  if not (remat.changes or options.scan_layers is True or rewrites):
     return function
 
   def changed(*args: PyTree) -> PyTree:
@@ -284,10 +276,7 @@ def with_stages(
   ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
 ) -> Callable[..., PyTree]:
-  """A loss `(model, batch) -> results` whose layers are a pipeline: of the full batch, not of a microbatch.
-
-  `ends` is as in `trace_program`. It raises a `TrainError` if the loss has no equal layers.
-  """
+  """A loss `(model, batch) -> results` of the full batch as a pipeline; `ends` is as in `trace_program`."""
   assert options.pipeline is not None
   asked = options.pipeline
 
@@ -355,8 +344,8 @@ def _trace(
       fix=f"{MARK_LAYERS}; or leave remat out.",
     )
   _check_rules(traced)
-  if any(_is_opened(eqn) for eqn in traced.eqns):
-    traced = inline_calls(traced, _is_opened)
+  if any(_opens_layers(eqn) for eqn in traced.eqns):
+    traced = inline_calls(traced, _opens_layers)
   rewritten: list[str] = []
   if options.loss_chunks is not None:
     traced, line = in_chunks(traced, options.loss_chunks)
@@ -387,7 +376,7 @@ def _treat(
     return stacks(inputs, rule)
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    if where := _where(eqn):
+    if where := _enclosing(eqn):
       body = program_of(eqn)
       inner = retraced(lambda *xs: program(body, xs, where), body)
       return bind(eqn, inputs, jaxpr=open_jaxpr(inner) if open_jaxpr(body) is body else inner)
@@ -407,7 +396,7 @@ def _treat(
   return found
 
 
-def _where(eqn: JaxprEqn) -> str:
+def _enclosing(eqn: JaxprEqn) -> str:
   """Where an operation has layers that are treated like those of the loss itself; empty: it has none."""
   if is_checkpoint(eqn) and calls_layers(program_of(eqn)):
     return "; inside jax.checkpoint"
@@ -429,7 +418,7 @@ def _said(stacks: Stacks, remat: Remat) -> Iterator[str]:
     kind, names = eqn.primitive.name, [layer_of(e) for e in (eqn, *inner_equations(eqn)) if is_marked(e)]
     if _keeps_checkpoints(eqn, remat):
       yield "parts under nnx.remat or jax.checkpoint: as written"
-    if n in in_chains or _where(eqn):
+    if n in in_chains or _enclosing(eqn):
       continue
     if names:
       where = f" of the model's scan of {eqn.params['length']}" if kind == "scan" else f" inside {kind}"
@@ -472,6 +461,6 @@ def has_layers(jaxpr: Program) -> bool:
   return any(map(is_marked, equations(jaxpr)))
 
 
-def _is_opened(eqn: JaxprEqn) -> bool:
+def _opens_layers(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
   return is_call(eqn) and not is_marked(eqn) and calls_layers(program_of(eqn))

@@ -86,14 +86,12 @@ class _NewStructure(Exception):
 
 @contextlib.contextmanager
 def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool = True) -> Generator[Marking]:
-  """Marks the calls of layers of modules that belong to a trace, while its body is traced.
-
-  With `stacks`, other modules are layers where a slice of them is called.
-  """
+  """Marks the calls of layers while its body is traced; with `stacks`, also of slices of other modules."""
   modules = dict(modules_of(model))
   layers = {path: _Mark(remat, some.pattern, None, path) for some in found for path in some.paths}
   outside = [path for path in modules if not any(path[:n] in layers for n in range(len(path) + 1))]
-  ranks = {path: _ranks(modules[path]) for path in outside if stacks}
+  states = {path: jax.tree.leaves(nnx.state(modules[path])) for path in outside if stacks}
+  ranks = {path: tuple(map(jnp.ndim, leaves)) for path, leaves in states.items()}
   slices = {
     path: _Mark(remat, path_str(path), own, path)
     for path, own in ranks.items()
@@ -149,10 +147,6 @@ def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
       yield from _reads_of_layers(inner, own)
 
 
-def _ranks(module: object) -> tuple[int, ...]:
-  return tuple(jnp.ndim(x) for x in jax.tree.leaves(nnx.state(module)))
-
-
 def _is_slice(module: object, ranks: tuple[int, ...]) -> bool:
   """Whether a module has arrays of fewer dims than the model has, and not because `jax.vmap` hides a dim."""
   leaves = jax.tree.leaves(nnx.state(module))
@@ -176,7 +170,11 @@ def _closed_call(
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
   # NumPy arrays and known numbers stay as they are: Python may compute with them.
   nodes = {n: x for n, x in enumerate(leaves) if _is_node(x)}
-  arrays = {n: x for n, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_known_number(x)}
+  arrays = {
+    n: x
+    for n, x in enumerate(leaves)
+    if isinstance(x, jax.Array) and (is_tracer(x) or x.ndim or is_key(x.dtype))
+  }
   result: list[PyTree] = []
 
   def call(modules: tuple[Any, dict[int, Value]], given: dict[int, Value]) -> dict[int, Value]:
@@ -237,10 +235,6 @@ def _with_changes(
     flat = nnx.to_flat_state(jax.tree.unflatten(structure, [new.get(n, x) for n, x in enumerate(leaves)]))
     nnx.update(modules, nnx.from_flat_state([(path, x) for n, (path, x) in enumerate(flat) if n in new]))
   return found
-
-
-def _is_known_number(x: jax.Array) -> bool:
-  return not (is_tracer(x) or x.ndim or is_key(x.dtype))
 
 
 def _is_node(x: object) -> bool:

@@ -81,10 +81,7 @@ _sum_of_row = functools.partial(jnp.sum, axis=-1, keepdims=True)
 
 
 def pick(
-  x: jax.Array,
-  indices: jax.Array,
-  *updates: jax.Array,
-  total: Callable[[jax.Array], jax.Array] = _sum_of_row,
+  x: jax.Array, indices: jax.Array, *updates: jax.Array, total: Callable[[jax.Array], jax.Array] = _sum_of_row
 ) -> Results:
   """The results of such an operation; `total` sums each row."""
   full = indices.ndim > x.ndim  # else without the dims of size 1

@@ -118,8 +118,7 @@ class Schedule:
     stages: the size of the mesh axis.
     microbatches: a multiple of `stages`.
     layers: the number of layers.
-    virtual_stages: the number of chunks of layers on each stage. 1 is the GPipe schedule; more chunks are a
-      circular (interleaved) schedule.
+    virtual_stages: the number of chunks of layers on each stage, as in `nxp.Pipeline`.
 
   Raises:
     SchemeError: `microbatches` is not a multiple of `stages`, or `layers` or `virtual_stages` is less than 1.
@@ -398,13 +397,7 @@ class PipelineLoop:
     return self.by_stage(where)(mask, a, b)
 
   def chunk(
-    self,
-    carry: PyTree,
-    state: PyTree,
-    rows: PyTree,
-    active: AnyArray,
-    repeat: AnyArray,
-    shared: PyTree,
+    self, carry: PyTree, state: PyTree, rows: PyTree, active: AnyArray, repeat: AnyArray, shared: PyTree
   ) -> tuple[PyTree, PyTree, PyTree]:
     """One chunk of layers of a stage, for one microbatch."""
     rows, active = at((rows, active), repeat)

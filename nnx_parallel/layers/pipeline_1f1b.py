@@ -29,7 +29,7 @@ import numpy as np
 
 from nnx_parallel.core.interpret import Values, read, values_of
 from nnx_parallel.core.jaxprs import among, dependents, is_inexact
-from nnx_parallel.core.types import AnyArray, PyTree, Var
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.pipeline import GROUPS, Belt, PipelineLoop, at, put, staged, swap, where
 from nnx_parallel.layers.stacks import Key, variables
 from nnx_parallel.layers.stages import TrainPipeline
@@ -69,43 +69,6 @@ class Under(NamedTuple):
   bridge: PyTree
   bridge_gradients: PyTree  # the gradients of these values, for the group that left
   gradients: Weights  # sums of the gradients of the weights, in float32 or wider; each stage has its own
-
-
-class Pipeline1F1B(TrainPipeline):
-  """A traced loss as a pipeline whose saved arrays do not grow with the number of microbatches.
-
-  The first result of the program is the loss. Only the loss has a gradient, in reverse mode.
-  """
-
-  @property
-  def gradients(self) -> type[Gradients]:
-    """The class that runs the schedule."""
-    return Gradients
-
-  def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """As in `TrainPipeline`."""
-
-    def run(model: list[jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
-      return super(Pipeline1F1B, self).__call__(model, parts)
-
-    run.__name__ = PIPELINE_RULE
-    rule = jax.custom_vjp(run)
-
-    def forward(model: list[Any], parts: list[Any]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-      trained = [n for n, x in enumerate(model) if x.perturbed and is_inexact(x.value)]
-      return self.gradients(self, [x.value for x in model], [x.value for x in parts], trained).run()
-
-    def backward(gradients: dict[int, jax.Array], given: list[Any]) -> tuple[PyTree, PyTree]:
-      # The loss may be several results: itself, and the sum from which its mean is computed.
-      factor: Any = sum(x for var, x in zip(self.outputs, given, strict=True) if self._is_loss(var, x))
-      scaled = {n: (x * factor).astype(x.dtype) for n, x in gradients.items()}
-      return [scaled.get(n) for n in range(len(model))], [None] * len(parts)
-
-    rule.defvjp(forward, backward, symbolic_zeros=True)
-    return rule([*model], [*parts])
-
-  def _is_loss(self, var: Var, gradient: Any) -> bool:
-    return var is self.outputs[0] and not isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
 class Gradients:
@@ -249,7 +212,7 @@ class Gradients:
       ) -> tuple[PyTree, PyTree]:
         slot, before = self._slot(microbatch, repeat), loop.by_stage(at)(state, repeat)
         result, changed, results, for_back = self._chunks_forward(weights, given, before, repeat)
-        keep = loop.by_stage(put_where)
+        keep = loop.by_stage(lambda store, n, there, new: put(store, n, where(there, new, at(store, n))))
         return result, (
           keep(state, repeat, works, jax.lax.stop_gradient(changed)),
           keep(saved, slot, works, for_back),
@@ -403,6 +366,37 @@ class Gradients:
     return staged(x.reshape(plan.stages, -1, *x.shape[4:])[:, : plan.layers], mesh, self.of.options.axis)
 
 
+class Pipeline1F1B(TrainPipeline):
+  """A traced loss as a pipeline in 1F1B; only its first result, the loss, has a gradient, in reverse mode."""
+
+  gradients: type[Gradients] = Gradients
+  """Runs the schedule."""
+
+  def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """As in `TrainPipeline`."""
+
+    def run(model: list[jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
+      return super(Pipeline1F1B, self).__call__(model, parts)
+
+    run.__name__ = PIPELINE_RULE
+    rule = jax.custom_vjp(run)
+
+    def forward(model: list[Any], parts: list[Any]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+      trained = [n for n, x in enumerate(model) if x.perturbed and is_inexact(x.value)]
+      return self.gradients(self, [x.value for x in model], [x.value for x in parts], trained).run()
+
+    def backward(gradients: dict[int, jax.Array], given: list[Any]) -> tuple[PyTree, PyTree]:
+      # The loss may be several results: itself, and the sum from which its mean is computed.
+      is_zero = [isinstance(x, jax.custom_derivatives.SymbolicZero) for x in given]
+      rows = zip(self.outputs, given, is_zero, strict=True)
+      factor: Any = sum(x for var, x, zero in rows if var is self.outputs[0] and not zero)
+      scaled = {n: (x * factor).astype(x.dtype) for n, x in gradients.items()}
+      return [scaled.get(n) for n in range(len(model))], [None] * len(parts)
+
+    rule.defvjp(forward, backward, symbolic_zeros=True)
+    return rule([*model], [*parts])
+
+
 def zeros_of(x: jax.ShapeDtypeStruct) -> jax.Array:
   """Zeros of a shape, dtype and sharding."""
   return jax.lax.full(x.shape, 0, x.dtype, sharding=x.sharding)
@@ -422,11 +416,6 @@ def with_floats(tree: PyTree, floats: Sequence[jax.Array]) -> PyTree:
 def added(sums: Weights, outer: list[jax.Array]) -> Weights:
   """The sums, with further gradients of the outer weights."""
   return sums._replace(outer=jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums.outer, outer))
-
-
-def put_where(store: PyTree, n: AnyArray, there: AnyArray, new: PyTree) -> PyTree:
-  """`store` with `new` at a position, if `there`."""
-  return put(store, n, where(there, new, at(store, n)))
 
 
 def _add_where(store: PyTree, n: AnyArray, there: AnyArray, new: PyTree) -> PyTree:

@@ -43,22 +43,6 @@ from nnx_parallel.layers.pipeline_1f1b import (
 from nnx_parallel.layers.stacks import variables
 
 
-class SavingPipeline1F1B(Pipeline1F1B):
-  """A traced loss as a 1F1B pipeline that computes no layer again."""
-
-  @property
-  def gradients(self) -> type[Gradients]:
-    """The class that runs the schedule."""
-    return _SavingGradients
-
-  @property
-  def keeps(self) -> str:
-    """What each stage saves for the backward pass."""
-    inside = (eqn for n in self.stack.numbers for eqn in inner_equations(self.eqns[n]))
-    note = "; jax.checkpoint inside of the layers has no effect" * any(map(is_checkpoint, inside))
-    return f"the activations of {self.options.saved_inputs(self.schedule)} chunks{note}"
-
-
 class _SavingGradients(Gradients):
   """One call of a pipeline with gradients; `cut` is of a layer, and set before the first tick."""
 
@@ -142,6 +126,19 @@ class _SavingGradients(Gradients):
     wide = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), shared)
     (given, of_shared), rows = jax.lax.scan(layer, (given, wide), (saved, own, of_made), reverse=True)
     return given, rows, [of_shared.get(n, jnp.zeros_like(x)) for n, x in enumerate(inputs.weights.outer)]
+
+
+class SavingPipeline1F1B(Pipeline1F1B):
+  """A traced loss as a 1F1B pipeline that computes no layer again."""
+
+  gradients = _SavingGradients
+
+  @property
+  def keeps(self) -> str:
+    """What each stage saves for the backward pass."""
+    inside = (eqn for n in self.stack.numbers for eqn in inner_equations(self.eqns[n]))
+    note = "; jax.checkpoint inside of the layers has no effect" * any(map(is_checkpoint, inside))
+    return f"the activations of {self.options.saved_inputs(self.schedule)} chunks{note}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from nnx_parallel.core.checked import shorten_traceback
-from nnx_parallel.core.given import is_one_of
+from nnx_parallel.core.checked import is_one_of, shorten_traceback
 from nnx_parallel.core.jaxprs import is_inexact
 from nnx_parallel.errors import TrainError
 

@@ -211,10 +211,10 @@ class Stacks:
           self.reasons.append(
             f"{names[0]} to {names[-1]}: {len(names)} layers, and a scan has {scan_from} or more"
           )
-      if found is not None and not found.scan and not loops:
+      if found is not None and not found.scan and not loops:  # only units that are recomputed stay chains
         found = None
-      if found is None and loops and group > 1 and chains:
-        found = chains[0]  # once
+      elif found is None and loops and group > 1 and chains:
+        found = chains[0]  # one unit, without an equal
       if found is not None:
         self.chains[marks[0]] = found
       used = len(found.calls) if found is not None else 1
@@ -483,14 +483,6 @@ def _check_reached(remat: Remat, *policies: str) -> None:
     )
 
 
-def has_layer_rows(eqn: JaxprEqn) -> bool:
-  """Whether an operation may be a scan over layers: it has floating rows, two or more."""
-  if eqn.primitive.name != "scan":
-    return False
-  _, _, rows = scan_counts(eqn).split(eqn.invars)
-  return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
-
-
 def step_of_scan(eqn: JaxprEqn, fixed: Sequence[jax.Array], body: Callable[..., Sequence[jax.Array]]) -> Body:
   """A step of a scan with another body, a function of flat arrays, given its constants."""
   count = scan_counts(eqn).carried
@@ -503,8 +495,11 @@ def step_of_scan(eqn: JaxprEqn, fixed: Sequence[jax.Array], body: Callable[..., 
 
 
 def _is_stack(eqn: JaxprEqn) -> bool:
-  """Whether an operation is a scan over layers, in order."""
-  return has_layer_rows(eqn) and not eqn.params["reverse"] and not repeats_layers(eqn)
+  """Whether an operation may be a scan over layers, in order: it has floating rows, two or more."""
+  if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.params["reverse"]:
+    return False
+  _, _, rows = scan_counts(eqn).split(eqn.invars)
+  return any(is_inexact(var.aval) for var in rows) and not repeats_layers(eqn)
 
 
 def variables(some: Iterable[Var]) -> Iterator[Var]:

@@ -52,13 +52,15 @@ class Signature:
   outputs: Collection[int]  # results with the examples on dim 0; all other results are sums
 
 
-class AroundLayers:
-  """The operations of a trace, sorted by their relation to its equal layers.
+class TrainPipeline:
+  """A traced loss of one microbatch as a pipeline of its equal layers.
 
-  `TrainError` if there are no equal layers.
+  `TrainError` if there are none, or a Variable changes in a way that a pipeline cannot follow.
   """
 
-  def __init__(self, program: Stacks, signature: Signature):
+  def __init__(
+    self, program: Stacks, signature: Signature, options: Pipeline, microbatches: int, mesh: AnyMesh | None
+  ):
     self.program, self.signature, self.stack = program, signature, program.largest()
     self.eqns, self.inputs, self.outputs = program.eqns, [*program.body.invars], [*program.body.outvars]
     states = signature.states
@@ -70,12 +72,27 @@ class AroundLayers:
     # What each layer changes, and what changes outside of the layers, such as the count of a random stream.
     self.of_layers, news = self._of_layers()
     self.alone = {o: i for o, i in self.changed.items() if self.outputs[o] not in news}
+    self.options, self.mesh = options, mesh
+    stages = size_along(mesh, options.axis)
+    if options.order != "gpipe" and stages == 1:
+      raise SchemeError(
+        f'order="{options.order}" needs at least 2 stages.',
+        details=f"the mesh axis {options.axis!r} has size 1",
+        fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
+      )
+    self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
+    self._steps = self._count_steps()
+    self._sort()
+    same = self.same
+    self.travels = [key for key, var in same.items() if var in self.varies]
+    self.shared = [key for key, var in same.items() if var not in self.varies and is_inexact(var.aval)]
 
-  def sort(self, varying: Collection[Var]) -> None:
+  def _sort(self) -> None:
     """Sorts the operations outside of the layers into `fixed`, `before` and `after`; see above.
 
-    Sets `varies`: these variables and all that depend on them. `TrainError` if each layer reads another one.
+    Sets `varies`: the variables that depend on the batch. `TrainError` if each layer reads another one.
     """
+    varying = (*self.inputs[self.signature.model :], *(self.inputs[i] for i in self.alone.values()))
     made = {*self.stack.final, *self.made_variables}
     after, self.varies = dependents(self.eqns, made), dependents(self.eqns, varying)
     self.fixed: list[int] = []
@@ -149,37 +166,6 @@ class AroundLayers:
         found[key] = made[0][0]
         new.update(news[row] for row in some)
     return found, new
-
-
-class TrainPipeline(AroundLayers):
-  """A traced loss of one microbatch as a pipeline.
-
-  `TrainError` if a Variable changes in a way that a pipeline cannot follow; `SchemeError` for its options.
-  """
-
-  def __init__(
-    self,
-    program: Stacks,
-    signature: Signature,
-    options: Pipeline,
-    microbatches: int,
-    mesh: AnyMesh | None,
-  ):
-    super().__init__(program, signature)
-    self.options, self.mesh = options, mesh
-    stages = size_along(mesh, options.axis)
-    if options.order != "gpipe" and stages == 1:
-      raise SchemeError(
-        f'order="{options.order}" needs at least 2 stages.',
-        details=f"the mesh axis {options.axis!r} has size 1",
-        fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
-      )
-    self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
-    self._steps = self._count_steps()
-    self.sort((*self.inputs[signature.model :], *(self.inputs[i] for i in self.alone.values())))
-    same = self.same
-    self.travels = [key for key, var in same.items() if var in self.varies]
-    self.shared = [key for key, var in same.items() if var not in self.varies and is_inexact(var.aval)]
 
   def __str__(self) -> str:
     stack, plan, options = self.stack, self.schedule, self.options

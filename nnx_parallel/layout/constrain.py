@@ -238,13 +238,8 @@ def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
 
 
 def scope_in_use() -> Scope | None:
-  """The innermost scope, or None."""
+  """The scope of the innermost `use_rules` or `plan.scope()`, or None."""
   return _SCOPE.value
-
-
-def rules_in_scope() -> LogicalRules | None:
-  """The rules of the innermost `use_rules` or `plan.scope()`, or None."""
-  return None if _SCOPE.value is None else _SCOPE.value.rules
 
 
 def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None]:

@@ -115,8 +115,6 @@ def zero_axes(
       "zero=3 splits the parameters too, which the rules decide.",
       fix="nxp.plan(init, mesh, nxp.fsdp()): the optimizer state follows the parameters.",
     )
-  if zero not in (0, 1, 2):
-    raise PlanError(f"zero={zero!r} is not a stage.", fix="zero=0, 1 or 2.")
   if axes is not None and zero == 0:
     raise PlanError("zero_axes needs a stage.", fix=f"zero=1, zero_axes={axes!r}")
   if zero == 0:

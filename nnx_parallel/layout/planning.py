@@ -15,37 +15,21 @@ from flax.linen import get_logical_axis_rules
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.checked import shorten_traceback
-from nnx_parallel.core.given import are_texts, is_one_of
+from nnx_parallel.core.checked import are_texts, is_one_of, shorten_traceback
 from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit, no_mesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError, ShardingError
-from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout import checks, optimizer_layout, tracing
 from nnx_parallel.layout.batch import batch_axes, no_batch_axes
-from nnx_parallel.layout.checks import (
-  check_attention,
-  check_complete,
-  check_names,
-  check_rules,
-  check_tables,
-  check_use,
-)
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.layout.decide import Settings, model_rows, optimizer_rows, split_further, tables
 from nnx_parallel.layout.known_faults import check_convolutions, own_step_notes
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
-from nnx_parallel.layout.tracing import (
-  Trace,
-  placements,
-  trace_module,
-  trace_optimizer,
-  variable_notes,
-  why_one_program,
-)
+from nnx_parallel.layout.tracing import Trace
 from nnx_parallel.rules.logical import UNEVEN, LogicalRules, Uneven, check_axes, show_candidates
 from nnx_parallel.rules.ruleset import Rules, RuleSet, on_mesh
 
@@ -168,20 +152,20 @@ def plan_with_traces(
   given = Settings(mesh, ruleset, uneven)
   without_effect = check_axes(ruleset.logical, given.sizes)
   batch = batch_axes(ruleset, given.sizes)
-  traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
+  traces: dict[Root, Trace] = {"model": tracing.trace_module(init, mesh)}
   model = traces["model"].made
-  notes += variable_notes()
-  notes += check_attention(model.node, given.sizes)  # says more than the error for wrong names
+  notes += tracing.variable_notes()
+  notes += checks.check_attention(model.node, given.sizes)  # says more than the error for wrong names
   rows = model_rows(traces["model"], given)
-  check_complete(rows, ruleset)
-  without_effect += check_rules(rows, model, given)
+  checks.check_complete(rows, ruleset)
+  without_effect += checks.check_rules(rows, model, given)
   state: list[LeafPlan] = []
   if tx is not None:
     zero_axes = options.get("zero_axes")
     if zero and zero_axes is None and batch is None:
       raise no_batch_axes(ruleset, given.sizes)
     axes = optimizer_layout.zero_axes(zero, zero_axes, batch or (), given.sizes)
-    traces["optimizer"] = trace_optimizer(model, tx, wrt)
+    traces["optimizer"] = tracing.trace_optimizer(model, tx, wrt)
     kind = options.get("optimizer_memory")
     kind = None if kind == "device" else kind
     followed = [*optimizer_rows(traces["optimizer"], rows, given, memory_kind=kind)]
@@ -189,9 +173,9 @@ def plan_with_traces(
     if axes and all(a.spec == b.spec for a, b in zip(followed, state, strict=True)):
       sizes = ", ".join(f"{axis}={given.sizes[axis]}" for axis in axes)
       notes.append(f"zero splits nothing: {sizes}, and no optimizer state has a dim left for them")
-  check_names((*rows, *state))
+  checks.check_names((*rows, *state))
   notes += _notes(traces, rows, batch, given) + without_effect
-  notes += check_use((*rows, *state), ruleset, batch or (), given.sizes)
+  notes += checks.check_use((*rows, *state), ruleset, batch or (), given.sizes)
   made = Plan(
     mesh=mesh,
     rules=ruleset,
@@ -280,10 +264,10 @@ def _notes(
     check_convolutions(model.node, rows, given.rules, batch, sizes)
     paths = tables(model.node)  # tied weights may be looked up under an alias
     looked_up = [row for row in rows if not paths.isdisjoint((row.path, *row.aliases))]
-    notes += check_tables(looked_up, batch, sizes)
+    notes += checks.check_tables(looked_up, batch, sizes)
     notes += own_step_notes(model.node, rows, looked_up, batch, sizes)
-  notes += _overridden({**placements(traces["model"]), **traces["model"].stated}, rows)
-  if whole := why_one_program(traces.values()):
+  notes += _overridden({**tracing.placements(traces["model"]), **traces["model"].stated}, rows)
+  if whole := tracing.why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")
   return notes
 

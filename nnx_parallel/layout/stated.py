@@ -53,46 +53,37 @@ def stated_specs(program: ClosedJaxpr) -> list[PartitionSpec | None]:
 
 def without_shardings(program: Program) -> ClosedJaxpr:
   """The same operations on arrays whose types have no sharding."""
-  return _Plain().program(program)
+  # By the id of a program that is traced, once, with the program, so that its id stays.
+  done: dict[int, tuple[Program, ClosedJaxpr, Callable[..., Any]]] = {}
 
-
-class _Plain:
-  """Traces programs anew without shardings; a program that several operations call, only once."""
-
-  def __init__(self) -> None:
-    # By the id of a program, with the program, so that its id stays.
-    self._done: dict[int, tuple[Program, ClosedJaxpr, Callable[..., Any]]] = {}
-
-  def program(self, program: Program) -> ClosedJaxpr:
-    return self._trace(program)[1]
-
-  def _trace(self, program: Program) -> tuple[Program, ClosedJaxpr, Callable[..., Any]]:
-    if id(program) not in self._done:
+  def trace(program: Program) -> tuple[Program, ClosedJaxpr, Callable[..., Any]]:
+    if id(program) not in done:
       avals = [var.aval for var in open_jaxpr(program).invars]
       plain = [ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
-      made = jax.make_jaxpr(lambda *inputs: interpret(program, inputs, self._run))(*plain)
-      self._done[id(program)] = program, made, jax.jit(as_function(made))
-    return self._done[id(program)]
+      made = jax.make_jaxpr(lambda *inputs: interpret(program, inputs, run))(*plain)
+      done[id(program)] = program, made, jax.jit(as_function(made))
+    return done[id(program)]
 
-  def _run(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    """The results of an operation on arrays without shardings in their types."""
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if eqn.primitive.name in _PLACES:
       return inputs[: len(eqn.outvars)]
     if is_call(eqn):  # compiled as one, as outside of a trace: the same bits
-      return self._trace(program_of(eqn))[2](*inputs)
+      return trace(program_of(eqn))[2](*inputs)
     if is_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
-      return interpret(program_of(eqn), inputs, self._run)
+      return interpret(program_of(eqn), inputs, run)
     if eqn.primitive.name == "shard_map":
-      program, mesh = eqn.params["jaxpr"], auto_mesh(eqn.params["mesh"])
-      return map_shards_as(eqn, lambda *parts: interpret(program, parts, self._run), mesh)(*inputs)
+      mapped, mesh = eqn.params["jaxpr"], auto_mesh(eqn.params["mesh"])
+      return map_shards_as(eqn, lambda *parts: interpret(mapped, parts, run), mesh)(*inputs)
     changed: dict[str, Any] = {key: None for key in _SAYS if key in eqn.params}
-    new = [(inner.key, self.program(inner.program)) for inner in wiring(eqn).inner]
+    new = [(inner.key, trace(inner.program)[1]) for inner in wiring(eqn).inner]
     changed |= dict(new)
     if "branches" in changed:
-      changed["branches"] = tuple(program for _, program in new)
+      changed["branches"] = tuple(branch for _, branch in new)
     # The operation was traced on Explicit axes.
     active: Any = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active):
       params = eqn.primitive.get_bind_params(change_params(eqn, changed))
       results = eqn.primitive.bind(*inputs, **params)
     return results if eqn.primitive.multiple_results else [results]
+
+  return trace(program)[1]

@@ -28,19 +28,12 @@ _MOST = 3  # times to go back to one state: what comes behind it is then no matt
 
 @dataclasses.dataclass
 class GoodState:
-  """A copy of a live model and its optimizer at a step.
-
-  Attributes:
-    step: the step of the copy.
-    stop: the state of the run's `EarlyStop` at that step.
-    times: how often a run went back to this copy.
-    nbytes: bytes of host memory on this process.
-  """
+  """A copy of a live model and its optimizer at a step."""
 
   step: int
-  stop: dict[str, Any]
-  times: int
-  nbytes: int
+  stop: dict[str, Any]  # the state of the run's `EarlyStop` at that step
+  times: int  # how often a run went back to this copy
+  nbytes: int  # of host memory, on this process
   _put_back: Callable[[], object]
 
   @classmethod

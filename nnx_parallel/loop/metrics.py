@@ -71,7 +71,8 @@ class MetricsLog:
     if after:
       _keep(self.path, [record for record in read_metrics(self.path) if record["step"] <= after])
     elif self.path.is_file() and self.path.stat().st_size:
-      self.earlier = self.path.rename(_unused(self.path))
+      numbered = (self.path.with_stem(f"{self.path.stem}-{n}") for n in itertools.count(1))
+      self.earlier = self.path.rename(next(path for path in numbered if not path.exists()))
 
   @check_arguments(TrainError)
   def write(self, step: int, values: AnyMetrics) -> None:
@@ -112,11 +113,6 @@ def _keep(path: Path, records: Sequence[Record]) -> None:
     file.flush()
     os.fsync(file.fileno())
   draft.replace(path)
-
-
-def _unused(path: Path) -> Path:
-  names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
-  return next(name for name in names if not name.exists())
 
 
 def _line(record: AnyMetrics) -> str:

@@ -58,7 +58,10 @@ class StepProgress:
       if self._console.width < NARROW:
         values = {name: values[name] for name in ("loss", *TIMES) if name in values}
       self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(values, compiled))
-    elif step == self._steps or (not self._quiet and self._is_due(step)):
+    # Not only where it is a multiple: there may be updates for some steps only.
+    elif step == self._steps or (
+      not self._quiet and (step >= self._next or time.monotonic() - self._printed >= LONGEST_SILENCE_S)
+    ):
       self._next, self._printed = (step // self._every + 1) * self._every, time.monotonic()
       self._console.print(f"{self._number(step)}  {self._text(values, compiled)}", markup=False)
 
@@ -69,10 +72,6 @@ class StepProgress:
 
   def _number(self, step: int) -> str:
     return f"step {step}" if self._steps is None else f"step {step:{len(str(self._steps))}}/{self._steps}"
-
-  def _is_due(self, step: int) -> bool:
-    # Not only where it is a multiple: there may be updates for some steps only.
-    return step >= self._next or time.monotonic() - self._printed >= LONGEST_SILENCE_S
 
   def _text(self, values: Mapping[str, float], compiled: bool) -> str:
     shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in (*TIMES, "mfu")]

@@ -239,10 +239,7 @@ def _evaluation(
 
 
 def adapt_microbatches(microbatches: int, before: int, after: int, batch: int | None) -> int:
-  """The number of microbatches after the batch is split into `after` shards and no longer into `before`.
-
-  The smallest that divides `batch` and gives no device more examples at a time than it had.
-  """
+  """The fewest microbatches in `after` shards that give no device more examples than in `before` shards."""
   least = -(-microbatches * before // after)
   if batch is None:
     return least

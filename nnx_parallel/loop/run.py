@@ -32,8 +32,8 @@ from nnx_parallel.core.text import format_bytes, with_article
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.create.relayout import on_auto_axes
 from nnx_parallel.errors import TrainError
+from nnx_parallel.hosts.agree import to_host
 from nnx_parallel.hosts.data import batches as placed
-from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
@@ -265,9 +265,10 @@ class Run:
     error: Exception | None = None
     try:
       batch = next_batch()
+      leaves = jax.tree.leaves(batch)
       said = {
         "state": "end" if batch is _END else "batch",
-        "shapes": "" if batch is _END else shapes_of(batch),
+        "shapes": "" if batch is _END else str([(np.shape(x), str(getattr(x, "dtype", ""))) for x in leaves]),
       }
     except Exception as caught:  # noqa: BLE001 (raised once the other processes know)
       batch, error = _END, caught
@@ -359,7 +360,13 @@ class Run:
     """Runs a step."""
     before = len(self._programs)
     with jax.profiler.StepTraceAnnotation("train", step_num=number):
-      self._metrics = _check_metrics(self.step(self.model, self.optimizer, batch))
+      found: Any = self.step(self.model, self.optimizer, batch)
+    if not isinstance(found, Mapping):
+      raise TrainError(
+        f"the step returned a {type(found).__name__}, and fit needs a dict of metrics.",
+        fix='return {"loss": loss} from the step.',
+      )
+    self._metrics = found
     self.at.step, self.at.samples = number, self.at.samples + examples_in(batch)
     compiled = len(self._programs) > before
     self._compiled = self._compiled or compiled
@@ -367,8 +374,10 @@ class Run:
       self._ideal_seconds = self._seconds_at_peak(batch)
 
   def _seconds_at_peak(self, batch: PyTree) -> float:
-    """The seconds of a step at the peak of the chip; nan if either is unknown."""
-    peak = peak_of_chip() if self.peak_flops is None else self.peak_flops
+    """The seconds of a step at the peak of the chip; nan if either is unknown, as of simulated devices."""
+    known, peak = chip_of(jax.devices()[0].device_kind), self.peak_flops
+    if peak is None and known is not None and known.platform != "cpu":
+      peak = known.peak("bfloat16")
     if not peak:
       return math.nan
     return (_flops(self.step, self.model, self.optimizer, batch) if self.flops is None else self.flops) / peak
@@ -537,11 +546,6 @@ def _check_arguments(name: str, function: object, count: int, fix: str) -> None:
     return
 
 
-def shapes_of(batch: PyTree) -> str:
-  """The shapes and dtypes of a batch."""
-  return str([(np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in jax.tree.leaves(batch)])
-
-
 def judge_batches(texts: list[str]) -> str:
   """What differs between what the processes say of their next batches; empty if nothing does."""
   said = [json.loads(text) for text in texts]
@@ -558,15 +562,6 @@ def judge_batches(texts: list[str]) -> str:
       f" not {said[0]['shapes']}"
     )
   return ""
-
-
-def _check_metrics(metrics: object) -> AnyMetrics:
-  if not isinstance(metrics, Mapping):
-    raise TrainError(
-      f"the step returned a {type(metrics).__name__}, and fit needs a dict of metrics.",
-      fix='return {"loss": loss} from the step.',
-    )
-  return metrics  # pyright: ignore[reportUnknownVariableType]
 
 
 def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:
@@ -615,12 +610,6 @@ def _compilations(programs: list[str]) -> Generator[None]:
     yield
   finally:
     jax.monitoring.unregister_event_duration_listener(note)
-
-
-def peak_of_chip() -> float | None:
-  """The bfloat16 peak of a device here, or None; simulated devices have none."""
-  known = chip_of(jax.devices()[0].device_kind)
-  return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
 
 
 def _flops(step: Any, model: Model, optimizer: Optimizers, batch: PyTree) -> float:

@@ -216,22 +216,15 @@ def _as_set(row: Chip) -> Chip:
 def compiled_arithmetic(types: Sequence[str], attributes: str) -> str:
   """The arithmetic of an instruction, such as "float32 high", from its operands' types and its attributes."""
   found = re.search(r"\balgorithm=dot_(\w+)", attributes)
-  algorithm = _algorithm(found[1].upper()) if found else None
-  if algorithm:
-    return algorithm
+  name = found[1].upper() if found else ""
+  if algorithm := _ALGORITHMS.get(name.split("_")[0]):
+    passes = _PASSES.search(name)
+    return f"{algorithm} x{passes[1]}" if passes else algorithm
   widest = max(types, key=lambda name: int((re.search(r"\d+", name) or ["8"])[0]))
   levels = re.search(r'operand_precision(?:=\{|":\[)([^}\]]*)', attributes)
   words = levels[1].lower() if levels else ""
   level = next((name for name in ("highest", "high") if name in words), "default")
-  return _named(_HLO_TYPES.get(widest, widest), level)
-
-
-def _algorithm(name: str) -> str | None:
-  kind, passes = _ALGORITHMS.get(name.split("_")[0]), _PASSES.search(name)
-  return f"{kind} x{passes[1]}" if kind and passes else kind
-
-
-def _named(dtype: str, level: str = "default") -> str:
+  dtype = _HLO_TYPES.get(widest, widest)
   if dtype.startswith(("float8", "f8")):
     return "float8"
   if dtype in ("int8", "uint8", "int4", "uint4", "s8", "u8", "s4", "u4"):

@@ -40,12 +40,7 @@ from nnx_parallel.report.program.compiler import (
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.hlo_devices import Labels
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
-from nnx_parallel.report.program.replicated import (
-  SHARE,
-  Batch,
-  ReplicatedActivation,
-  replicated_activations,
-)
+from nnx_parallel.report.program.replicated import SHARE, Batch, ReplicatedActivation, replicated_activations
 from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
 

@@ -23,7 +23,6 @@ from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import (
   Shown,
   format_bytes,
-  format_count,
   hang,
   page_width,
 )
@@ -38,7 +37,7 @@ from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.inputs import batch_structs, check_batch
 from nnx_parallel.report.memory import MemoryPlan, Saved, count_memory, flat_loss, structs_of, trace_saved
-from nnx_parallel.report.tables import Table, not_counted, render
+from nnx_parallel.report.tables import Table, format_count, not_counted, render
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.step import train_step

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from nnx_parallel.core.text import (
   format_bytes,
-  format_count,
-  format_seconds,
   text_table,
 )
 from nnx_parallel.report.compile_report import CompileReport, text_of
@@ -38,6 +36,22 @@ def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], no
   header = [column.rstrip(">") for column in columns]
   table = text_table(header, [*rows], right=right, wrap=() if last in right else (last,))
   return f"{title}\n{table}\n" + (f"{note}\n" if note else "")
+
+
+def format_count(count: float) -> str:
+  """A number with a decimal prefix: `989 T`."""
+  for prefix in ("", " k", " M", " G", " T", " P"):
+    if abs(count) < 1000:
+      return f"{count:.3g}{prefix}"
+    count /= 1000
+  return f"{count:.3g} E"
+
+
+def format_seconds(seconds: float) -> str:
+  """A duration: `12.3 ms`, `3.00 s`."""
+  if seconds >= 1:
+    return f"{seconds:.2f} s"
+  return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def not_counted(operations: Mapping[str, int]) -> str:
@@ -215,12 +229,7 @@ def replicated_table(report: CompileReport, most: int = _BUFFERS) -> Table:
     fix = f": {first.fix}" if first.fix else ""
     note = f"Fix: begin with the first of them in the program, {first} at {_place(first)}{fix}."
   rows = [
-    (
-      format_bytes(one.bytes),
-      f"{one.count} x {one}" if one.count > 1 else str(one),
-      _place(one),
-      one.fix,
-    )
+    (format_bytes(one.bytes), f"{one.count} x {one}" if one.count > 1 else str(one), _place(one), one.fix)
     for one in found[:most]
   ]
   more = f" (and {len(found) - most} smaller)" if len(found) > most else ""

@@ -19,11 +19,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import importlib.util
 import math
 import os
 import re
 from collections.abc import Collection, Generator, Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -104,18 +104,14 @@ def missing_compiler(named: Machine) -> ReportError | None:
     "tpu": ("TPU", "jax[tpu]", ["libtpu"]),
     "gpu": ("NVIDIA", "jax[cuda12-local]", ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"]),
   }[named.chip.platform]
-  if any(_has(module) for module in modules):
+  # The package first: `find_spec` of a module imports its package.
+  if any(find_spec(module.partition(".")[0]) and find_spec(module) for module in modules):
     return None
   return ReportError(
     f"cannot compile for {named.text!r}: the {compiler} compiler is not installed.",
     details="it needs no accelerator and no driver, only the wheels of this jax version",
     fix=f"pip install '{package}'",
   )
-
-
-def _has(module: str) -> bool:
-  package = module.partition(".")[0]
-  return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 @check_arguments(ReportError)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nnx_parallel.core.axes import entry_of
-from nnx_parallel.core.checked import check_arguments, shorten_traceback
-from nnx_parallel.core.given import is_one_of
+from nnx_parallel.core.checked import check_arguments, is_one_of, shorten_traceback
 from nnx_parallel.errors import ShardingError
 
 Candidate = tuple[str, ...]

@@ -11,8 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.checked import shorten_traceback
-from nnx_parallel.core.given import are_texts
+from nnx_parallel.core.checked import are_texts, shorten_traceback
 from nnx_parallel.core.nodes import Names, Path, path_str
 from nnx_parallel.core.text import number_pattern
 from nnx_parallel.errors import ShardingError
@@ -35,6 +34,7 @@ def _mend(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 @shorten_traceback
+@dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
 class PathRules:
   r"""Rules that give names to parameters without annotations, by their paths. The first match wins.
 
@@ -63,6 +63,10 @@ class PathRules:
     >>> rules.match(("blocks", 0, "attn", "q", "kernel")).names
     (None, 'tensor')
   """
+
+  rules: tuple[PathRule, ...]
+  strict: bool
+  optional: bool
 
   def __init__(
     self,
@@ -109,14 +113,6 @@ class PathRules:
   def pairs(self) -> list[tuple[str | tuple[str, ...], Names | None]]:
     """Returns the pairs `(pattern, names)`, so that you can edit them and build new rules."""
     return [(rule.pattern, rule.names) for rule in self.rules]
-
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, PathRules):
-      return NotImplemented
-    return (self.rules, self.strict, self.optional) == (other.rules, other.strict, other.optional)
-
-  def __hash__(self) -> int:
-    return hash((self.rules, self.strict, self.optional))
 
   def __repr__(self) -> str:
     lines = [f"  ({rule.pattern!r}, {show_names(rule.names)})," for rule in self.rules]

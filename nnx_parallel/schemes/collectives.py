@@ -223,9 +223,7 @@ def _check_manual(axis: str) -> None:
 
 @check_arguments(SchemeError)
 def map_kernel(
-  kernel: Callable[..., PyTree],
-  in_names: Sequence[tuple[Entry, ...]],
-  out_names: Any,
+  kernel: Callable[..., PyTree], in_names: Sequence[tuple[Entry, ...]], out_names: Any
 ) -> Callable[..., PyTree]:
   """Runs a custom kernel on each device's shards; the specs follow from logical names.
 

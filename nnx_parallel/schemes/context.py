@@ -212,12 +212,7 @@ class ContextAttention:
         )
 
   def tiles(
-    self,
-    length: int,
-    shards: int,
-    *,
-    segment_ids: AnyArray | None = None,
-    positions: AnyArray | None = None,
+    self, length: int, shards: int, *, segment_ids: AnyArray | None = None, positions: AnyArray | None = None
   ) -> np.ndarray:
     """The tiles of scores that each device computes at each shard that it visits, `[devices, visits]`.
 

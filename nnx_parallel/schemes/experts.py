@@ -144,7 +144,8 @@ def experts(
     given = [_flat(x, around.mesh, _ways(free, dims[0]), n) for x, n in zip(given, fills, strict=True)]
   tokens = math.prod(given[0].shape[:-1]) // _ways(free, [name for names in dims for name in names])
   choices = tokens * top_k
-  share = _share(count, count // ways, top_k)
+  # The share of tokens that choose some expert of a device, where all sets of `top_k` are equally probable.
+  share = 1 - math.comb(count - count // ways, top_k) / max(math.comb(count, top_k), 1)
   kind = _Kind(
     expert_fn,
     axis if ways > 1 else None,
@@ -163,11 +164,6 @@ def experts(
     own = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)]
     result = own.reshape(*shape, result.shape[-1])
   return result, dropped
-
-
-def _share(count: int, own: int, top_k: int) -> float:
-  """The share of tokens that choose some of `own` experts, where all sets of `top_k` are equally probable."""
-  return 1 - math.comb(count - own, top_k) / max(math.comb(count, top_k), 1)
 
 
 def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
@@ -269,10 +265,7 @@ def _over_devices(kind: _Kind, parameters: PyTree, *given: jax.Array) -> PyTree:
 
 
 class _Queues(NamedTuple):
-  """The choices of a device's tokens, sorted by expert.
-
-  Choice `c` of token `t` has the number `c * tokens + t`: first choices come first.
-  """
+  """A device's choices by expert; choice `c` of token `t` is `c * tokens + t`: first choices come first."""
 
   order: jax.Array  # the numbers of the choices, sorted by expert
   starts: jax.Array  # for each expert, the place of its first choice in `order`

@@ -6,6 +6,7 @@ Such an optimizer multiplies or factors each gradient as a whole, but a layout m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -228,13 +229,20 @@ def _groups(
   tree: PyTree, dims: Callable[[PyTree], PyTree] | None, placement: Placement | None
 ) -> dict[str, _Group]:
   """The equal matrices in a tree of parameters, by size and dtype."""
-  asked = jax.tree.map(_if_two_dims, tree) if dims is None else dims(tree)
-  boxed = jax.tree.map(lambda x, part: jax.tree.map(lambda _: [x], part), asked, tree, is_leaf=_is_asked)
-  numbers = jax.tree.leaves(boxed, is_leaf=lambda x: isinstance(x, list))
+  if dims is None:
+    dims = functools.partial(jax.tree.map, lambda x: MuonDimensionNumbers() if jnp.ndim(x) == 2 else None)
+  # `dims` may give one value, also None, for a part of the tree: each leaf of the part gets it, in a list.
+  boxed = jax.tree.map(
+    lambda own, part: jax.tree.map(lambda _: [own], part),
+    dims(tree),
+    tree,
+    is_leaf=lambda x: isinstance(x, None | MuonDimensionNumbers | optax.MaskedNode),
+  )
+  asked = jax.tree.leaves(boxed, is_leaf=lambda x: isinstance(x, list))
   shardings = {} if placement is None else placement.model
   groups: dict[str, _Group] = {}
   for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-    (own,) = numbers[number]
+    (own,) = asked[number]
     if own is not None:
       shape = tuple(x.shape)
       rows, columns = _rows_and_columns(shape, own)
@@ -258,20 +266,12 @@ def _rows_and_columns(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> 
   return rows, columns
 
 
-def _if_two_dims(x: Any) -> MuonDimensionNumbers | None:
-  return MuonDimensionNumbers() if jnp.ndim(x) == 2 else None
-
-
 def _rest(tree: PyTree, groups: Mapping[str, _Group]) -> PyTree:
   """The parameters that are not matrices; the matrices are masked, as by `optax.masked`."""
   leaves, structure = jax.tree.flatten(tree)
   for array in (array for group in groups.values() for array in group.arrays):
     leaves[array.number] = optax.MaskedNode()
   return jax.tree.unflatten(structure, leaves)
-
-
-def _is_asked(node: object) -> bool:
-  return node is None or isinstance(node, MuonDimensionNumbers | optax.MaskedNode)
 
 
 def _is_masked(node: object) -> bool:

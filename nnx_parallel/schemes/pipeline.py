@@ -61,8 +61,7 @@ def pipeline(
     microbatches: the number of microbatches. It must be a multiple of the number of stages, and it must
       divide the batch.
     axis: the mesh axis of the stages.
-    virtual_stages: the number of chunks of each stage. 1 is the GPipe schedule. More chunks are a circular
-      (interleaved) schedule, with a smaller bubble and proportionally more communication.
+    virtual_stages: the number of chunks of each stage, as in `nxp.Pipeline`.
     batch_axes: mesh axes that shard the batch but no parameter. The devices along these axes then sum the
       gradients of the parameters once, after the last tick, instead of in each tick. An error with `after`.
     before: with `after`: computes the input of the first layer from `x` of a microbatch: an embedding, for
@@ -97,8 +96,7 @@ def pipeline(
   axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
   if after is not None and axes:
     raise SchemeError(
-      f"batch_axes={batch_axes!r} has no effect on a pipeline that computes a loss.",
-      fix="leave it out.",
+      f"batch_axes={batch_axes!r} has no effect on a pipeline that computes a loss.", fix="leave it out."
     )
   if after is None and (before is not None or order is not None or not recompute):
     raise SchemeError(

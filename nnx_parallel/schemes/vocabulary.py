@@ -133,8 +133,7 @@ def vocabulary_embedding(
     table: the embedding table, of global shape (vocabulary, features): an array, or a Variable such as
       `model.embed.embedding`.
     ids: integers of any shape, for example (batch, seq); dim 0 is the batch.
-    axis: the mesh axis, or several axes, over which the vocabulary is sharded. The axis size need not divide
-      the vocabulary.
+    axis: as in `vocabulary_cross_entropy`.
 
   Returns:
     The rows, of the global shape of `ids` plus (features,); NaN for an id that is not a row.

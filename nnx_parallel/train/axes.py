@@ -93,22 +93,17 @@ def shardings_inside(outside: Shardings, run: Callable[..., PyTree], *args: Any)
   inside = outside.on_auto_axes()
   if inside is outside:
     return outside
+
+  def in_scope(*args: PyTree) -> PyTree:
+    with default_scope(inside.scope):
+      return run(*args)
+
   try:
-    jax.eval_shape(compute_on_auto_axes(run_in(inside, run), outside.mesh), *args)
+    jax.eval_shape(compute_on_auto_axes(in_scope, outside.mesh), *args)
   except (TypeError, ValueError) as error:
     if states_shardings(error):
       return outside.as_stated(error)
   return inside
-
-
-def run_in(places: Shardings, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """`run` in the scope of a program."""
-
-  def scoped(*args: PyTree) -> PyTree:
-    with default_scope(places.scope):
-      return run(*args)
-
-  return scoped
 
 
 def on_fitting_axes(run: Callable[..., PyTree], scope: Scope) -> Callable[..., PyTree]:

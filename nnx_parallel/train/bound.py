@@ -154,11 +154,7 @@ class Bound(Binding):
     sizes = axis_sizes(mesh)
 
     def place_leaf(path: Any, x: AnyArray) -> PyTree:
-      if not jnp.ndim(x):  # `jit` replicates it, which takes less time
-        return x
-      loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
-      loose |= abstract and isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
-      if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
+      if not jnp.ndim(x) or not _is_loose(x, abstract):  # `jit` replicates scalars, which takes less time
         return x
       try:
         spec = input_spec(scope.ruleset, x.ndim, sizes)
@@ -201,6 +197,15 @@ class Bound(Binding):
       if (ndim := getattr(value_of(leaf), "ndim", 0)) and where is not None and where.is_fully_replicated
       if path not in self._planned or not where.is_equivalent_to(self._planned[path], ndim)
     ]
+
+
+def _is_loose(x: AnyArray, abstract: bool) -> bool:
+  """Whether an array of a batch is still to be laid out: of the host, uncommitted, or abstract."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return abstract and x.sharding is None
+  if isinstance(x, np.ndarray):
+    return x.dtype.kind not in "OSUMm"
+  return isinstance(x, jax.Array) and not (is_placed(x) or is_tracer(x) or x.committed)
 
 
 def _planned(placements: Mapping[Hashable, Placement | None]) -> dict[Path, NamedSharding]:

@@ -305,9 +305,11 @@ def _power(one: np.ndarray, two: np.ndarray, parts: int) -> Fraction | None:
   twice = round(2 * math.log(ratio, parts))  # of n, of its root, and so on
   inexact = jax.numpy.issubdtype(one.dtype, np.inexact)
   rounded = inexact and (one.dtype.itemsize < 4 or any(x % 1 or abs(x) > 2**24 for x in (one, two)))
-  error = float(jax.numpy.finfo(one.dtype).eps) if rounded else 0.0
-  close = math.isclose(ratio, parts ** (twice / 2), rel_tol=error)
-  return Fraction(twice, 2) if (close if rounded else ratio**2 == Fraction(parts) ** twice) else None
+  if rounded:
+    same = math.isclose(ratio, parts ** (twice / 2), rel_tol=float(jax.numpy.finfo(one.dtype).eps))
+  else:
+    same = ratio**2 == Fraction(parts) ** twice
+  return Fraction(twice, 2) if same else None
 
 
 def _derivative(eqn: JaxprEqn) -> Program:

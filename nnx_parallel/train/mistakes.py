@@ -30,11 +30,7 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
   problem: NnxParallelError | None = None
   if _DELETED.search(str(error)):
     problem = deleted(gone, len(labels)) if gone else _find_deleted(batch)
-  elif (
-    isinstance(error, (TypeError, ValueError, OverflowError))
-    and not isinstance(error, TrainError)
-    and not gone
-  ):
+  elif isinstance(error, _ARGUMENTS) and not isinstance(error, TrainError) and not gone:
     problem = _find_misplaced(labels, arrays, batch)
     problem = problem or find_no_array(TrainError, "batch", batch) or _find_constraint_elsewhere(error)
   if problem is not None:

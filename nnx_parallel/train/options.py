@@ -99,13 +99,11 @@ class StepOptions:
 
   def is_output(self, name: str, value: AnyArray) -> bool:
     """Whether a metric of the step is an array with the examples on dim 0."""
+    names = [name]
     if isinstance(self.loss_fn, Mapping):  # "key/name"; both may hold a slash
-      own = (name.removeprefix(f"{key}/") for key in self.loss_fn if name.startswith(f"{key}/"))
-      return any(self._is_output(part, value) for part in own)
-    return self._is_output(name, value)
-
-  def _is_output(self, name: str, value: AnyArray) -> bool:
-    return name in self.outputs or (self.has_aux and name.startswith(AUX) and jnp.ndim(value) > 0)
+      names = [name.removeprefix(f"{key}/") for key in self.loss_fn if name.startswith(f"{key}/")]
+    aux = self.has_aux and jnp.ndim(value) > 0
+    return any(own in self.outputs or (aux and own.startswith(AUX)) for own in names)
 
   @property
   def in_one_piece(self) -> bool:

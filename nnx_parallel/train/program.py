@@ -21,7 +21,7 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.gather import Gather, gather_reads
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
-from nnx_parallel.layout.constrain import default_scope, rules_in_scope
+from nnx_parallel.layout.constrain import default_scope, scope_in_use
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import shardings_outside, states_shardings, with_types
 from nnx_parallel.train.binding import Binding
@@ -212,24 +212,22 @@ class Programs:
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
     inside = zip(self.template.paths, self.places.shardings, strict=True)
     leaves = {path[1:]: where for path, where in inside if path[0] == 0}
-    over, positions = self._axes_of(batch, leaves.values()), self._over_positions()
-    gather = Gather.of(leaves, over, self.places.mesh, positions)
+    arrays = [x for x in jax.tree.leaves(batch) if jax.numpy.ndim(x)]
+    over = max(map(examples_over, arrays), key=len, default=())
+    gather = Gather.of(leaves, over, self.places.mesh, self._over_positions())
+    self._left = self._describe_left(arrays, leaves.values())
+    if self._left:
+      logger.warning("%s", self._left)
     axes = batch_axes_of(batch)
     return StepLayout(
       self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes, gather
     )
 
-  def _axes_of(self, batch: PyTree, leaves: Iterable[NamedSharding | None]) -> tuple[str, ...]:
-    """The mesh axes that split the examples; if the batch is on no mesh, the step says so."""
-    arrays = [x for x in jax.tree.leaves(batch) if jax.numpy.ndim(x)]
-    found = max((examples_over(x) for x in arrays), key=len, default=())
-    mesh = self.places.mesh
-    several = mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1
-    left = several and not any(map(is_placed, arrays))
-    self._left = _LEFT if left and any(where and axes_in(where.spec) for where in leaves) else ""
-    if self._left:
-      logger.warning("%s", self._left)
-    return found
+  def _describe_left(self, batch: Iterable[AnyArray], leaves: Iterable[NamedSharding | None]) -> str:
+    """What is left to XLA where models are split over a mesh that the batch is not on; or an empty text."""
+    sizes = () if self.places.mesh is None else self.places.mesh.shape.values()
+    left = sum(size > 1 for size in sizes) > 1 and not any(map(is_placed, batch))
+    return _LEFT if left and any(where and axes_in(where.spec) for where in leaves) else ""
 
 
 _LEFT = (
@@ -271,7 +269,8 @@ def _scattered(
 def signature(labels: Sequence[str], arrays: Sequence[jax.Array], batch: PyTree) -> Signature:
   """Type and layout of every argument, by label, and other state that a compilation depends on."""
   found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
-  found["rules in scope"] = str(rules_in_scope())
+  scope = scope_in_use()
+  found["rules in scope"] = str(scope and scope.rules)
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))
   found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
   found["structure of the batch"] = str(jax.tree.structure(batch))

@@ -458,17 +458,9 @@ def train_step(
   if unknown:
     raise unknown_option(train_step, next(iter(unknown)))
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  chosen, names = LayerOptions(remat, scan_layers, layers, attention, loss_chunks, stages), _names(outputs)
   options = StepOptions(
-    loss_fn,
-    microbatches,
-    LayerOptions(remat, scan_layers, layers, attention, loss_chunks, stages),
-    _names(outputs),
-    gradients,
-    reduction,
-    pairs,
-    diagnostics,
-    compiler_options,
-    has_aux,
+    loss_fn, microbatches, chosen, names, gradients, reduction, pairs, diagnostics, compiler_options, has_aux
   )
   return TrainStep(options)
 
@@ -532,14 +524,9 @@ def eval_step(
   if isinstance(stages, Pipeline):  # there is no backward pass to order
     stages = Pipeline(stages.axis, stages.virtual_stages, "gpipe")
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
+  names = _names(outputs)
   options = StepOptions(
-    loss_fn,
-    microbatches,
-    chosen,
-    _names(outputs),
-    pairs=pairs,
-    compiler_options=compiler_options,
-    has_aux=has_aux,
+    loss_fn, microbatches, chosen, names, pairs=pairs, compiler_options=compiler_options, has_aux=has_aux
   )
   return EvalStep(options)
 

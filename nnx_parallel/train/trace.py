@@ -161,9 +161,11 @@ def differentiable(
   rest = {i: x for i, x in arrays.items() if i not in trained}
   pure = _Pure(options, loss_fn, template, LayersUsed())
   paths = functools.partial(_paths, template.paths)
-  ungathered, pipeline = with_options(pure, options.layers, pure.used), options.layers.pipeline
-  chosen = gather_reads(gather, ungathered, paths=paths)
-  if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
+  pipeline = options.layers.pipeline
+  if pipeline is None:
+    ungathered = with_options(pure, options.layers, pure.used)
+    chosen = gather_reads(gather, ungathered, paths=paths)
+  else:  # a stage gathers the weights of a layer when it computes the layer
     by_layer = gather_reads(gather, pure, paths=paths)
     if pipeline.order is None and scale is not None and pipeline.recompute:  # 1F1B has no loss scale
       gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))

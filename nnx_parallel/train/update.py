@@ -20,17 +20,9 @@ from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 from nnx_parallel.optimizers.loss_scale import common_scale, find_scale, rescale, scale_in_backward
+from nnx_parallel.train import losses
 from nnx_parallel.train.gradients import StepLayout, Total, in_microbatches, loss_of, whole_batch
-from nnx_parallel.train.losses import (
-  Metrics,
-  check_examples,
-  diagnostics,
-  examples_in,
-  mean,
-  means,
-  merge,
-  pairs,
-)
+from nnx_parallel.train.losses import Metrics, mean
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.trace import Arrays, Differentiable, differentiable, trained_by
 
@@ -42,7 +34,7 @@ def update(
 ) -> tuple[Metrics, str, LayersUsed]:
   """Updates traced `models` and `optimizers` in place; several are in tuples or dicts with the same keys."""
   # Returns metrics, how gradients were reduced, and how layers were computed.
-  check_examples(batch)
+  losses.check_examples(batch)
   if not isinstance(options.loss_fn, Mapping):
     return _update_once(options, options.loss_fn, models, by_key(models, optimizers), batch, layout)
   metrics: Metrics = {}
@@ -128,7 +120,7 @@ def _update_once(
         fix="store it as nnx.Variable(...): then each step updates it.",
       )
     leaf.set_raw_value(value)
-  metrics = means(total.terms, total.parts)
+  metrics = losses.means(total.terms, total.parts)
   noted: Metrics = {}
   for key, optimizer in optimizers.items():
     places = trained_by(template, models, key, wrt[key])
@@ -150,12 +142,12 @@ def _update_once(
     state = nnx.from_flat_state(flat)
     apply(optimizer, model, state, metrics["loss"], value_fn)
     if options.diagnostics:
-      noted |= diagnostics(optimizer, own, factor, f"{key}/" if len(optimizers) > 1 else "")
+      noted |= losses.diagnostics(optimizer, own, factor, f"{key}/" if len(optimizers) > 1 else "")
   if options.pairs:
-    metrics = pairs(total.terms, batch, total.parts)
-    examples = examples_in(batch)
+    metrics = losses.pairs(total.terms, batch, total.parts)
+    examples = losses.examples_in(batch)
     noted = {name: (value * examples, jnp.full_like(value, examples)) for name, value in noted.items()}
-  return merge(metrics, noted), total.how, loss.layers
+  return losses.merge(metrics, noted), total.how, loss.layers
 
 
 def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:

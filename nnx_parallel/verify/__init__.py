@@ -7,10 +7,4 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.verify.check_step import StepCheck, StepDifference
   from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison
 
-__all__ = [
-  "GradientCheck",
-  "GradientComparison",
-  "StepCheck",
-  "StepDifference",
-  "with_correct_convolutions",
-]
+__all__ = ["GradientCheck", "GradientComparison", "StepCheck", "StepDifference", "with_correct_convolutions"]

@@ -116,11 +116,7 @@ class StepCheck(Shown):
 @check_arguments(TrainError, "other", "loss_fn")
 @no_mesh()
 def check_step(
-  plan: nxp.Plan,
-  other: nxp.Plan | None,
-  loss_fn: LossFn,
-  batch: PyTree,
-  **options: Any,
+  plan: nxp.Plan, other: nxp.Plan | None, loss_fn: LossFn, batch: PyTree, **options: Any
 ) -> StepCheck:
   """Compares one train step on two layouts: its metrics, and each array after the step.
 
@@ -210,10 +206,7 @@ def _values(objects: tuple[nnx.Pytree, nnx.Pytree]) -> dict[_Key, jax.Array]:
 
 @jax.jit
 def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """The norms of two results, of the change and of their difference; and the largest magnitude.
-
-  Of integers, each differing element counts as 1.
-  """
+  """The norms of two results, of change and difference, and the largest magnitude; integers count as 1."""
   if jnp.issubdtype(a.dtype, jnp.inexact):
     wide = a.dtype if jnp.finfo(a.dtype).bits >= 32 else jnp.dtype("float32")
     old, a, b = (x.astype(wide) for x in (old, a, b))
@@ -247,7 +240,10 @@ def _compare(
   for key, (_, _, change, _, _) in sizes.items():
     totals[kind(key)] = math.hypot(totals.get(kind(key), 0.0), change)
   found: dict[_Key, StepDifference] = {}
-  for key, (a, b, change, off, largest) in sizes.items():
+  for key in sorted(
+    sizes, key=lambda key: key[0] == "model"
+  ):  # the optimizer's first: it explains the model's
+    a, b, change, off, largest = sizes[key]
     name = path_str(key[1]) if key[0] == "model" else f"optimizer/{path_str(key[1])}"
     if not jnp.issubdtype(first[key].dtype, jnp.inexact):
       found[key] = StepDifference(name, a, b, round(off**2), 0.0)
@@ -258,20 +254,18 @@ def _compare(
     allowed = _TOLERANCE[dtype] * scale
     allowed += math.sqrt(allowed * eps * a) + 2 * eps * largest
     relative, tolerance = (off / scale, allowed / scale) if scale else (float(off), 0.0)
-    unseen = key in trained and relative <= tolerance and (not change or tolerance >= _UNSEEN)
-    note = f"not decided: no change above the rounding of {first[key].dtype}" if unseen else ""
+    note = ""
+    if relative <= tolerance and key in trained and (not change or tolerance >= _UNSEEN):
+      note = f"not decided: no change above the rounding of {first[key].dtype}"
+    elif relative > tolerance and key[0] == "model":
+      # Adam makes full steps of gradients that are zero but for rounding; its moments show that. A step in
+      # the opposite direction differs by 2.
+      moments = [k for k, leaf in rows.items() if k[0] == "optimizer" and leaf.parameter == key[1]]
+      zero = any(sizes[k][2] < _FLOOR * totals[kind(k)] for k in moments)
+      if moments and all(found[k] for k in moments) and relative <= (2 if zero else _FLIPPED[dtype]):
+        note = "rounding, which the optimizer magnifies: its own state agrees"
     found[key] = StepDifference(name, a, b, relative, tolerance, note)
-  for key, row in found.items():
-    # Adam makes full steps of gradients that are zero but for rounding; its moments show that. A step in the
-    # opposite direction differs by 2.
-    moments = [k for k, leaf in rows.items() if k[0] == "optimizer" and leaf.parameter == key[1]]
-    if key[0] != "model" or row or not moments or not all(found[k] for k in moments):
-      continue
-    zero = any(sizes[k][2] < _FLOOR * totals[kind(k)] for k in moments)
-    if (zero and row.difference <= 2) or row.difference <= _FLIPPED[dtype]:
-      note = "rounding, which the optimizer magnifies: its own state agrees"
-      found[key] = dataclasses.replace(row, note=note)
-  return list(found.values())
+  return [found[key] for key in first]
 
 
 def _metric(name: str, a: AnyArray, b: AnyArray, tolerance: float) -> StepDifference:

@@ -145,10 +145,7 @@ class GradientCheck(Shown):
 
 
 def merge_checks(found: dict[Hashable, GradientCheck]) -> GradientCheck:
-  """One result for several losses, by the key of their model; the leaves have it in their names.
-
-  It has the coarsest tolerance: all are right to that.
-  """
+  """One result for several losses, by the key of their model: all are right to the coarsest tolerance."""
   checks = list(found.values())
   if len(checks) == 1:
     return checks[0]

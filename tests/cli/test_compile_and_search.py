@@ -151,16 +151,6 @@ def test_commands_name_a_stage_an_offload_and_rules(recipe, run):
   assert "Host memory: " in planned.out
 
 
-def test_search_tries_what_it_is_told_to(recipe, run):
-  edit(recipe, ("sgd(0.1)", "adam(0.1)"))
-  asked = ("search", recipe, "--topology", "tpu:v5e:2x4", "--compile-best", "0")
-  told = json.loads(run(*asked, "--remat", "as written", "--offload", "--json").out)
-  assert {(row["remat"], row["zero"], row["offload"]) for row in told["meshes"]} == {("as written", 0, True)}
-  text = run(*asked, "--rules", "batch=data").out
-  assert "--rules batch=data" in text.splitlines()[-2]
-  assert "make_mesh(data=" in text
-
-
 def test_plan_compares_its_memory_with_a_chip_and_writes_a_page(recipe, tmp_path, run):
   page = tmp_path / "plan.html"
   done = run("plan", recipe, "--chip", "v5e", "--html", str(page))

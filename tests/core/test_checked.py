@@ -1,4 +1,4 @@
-"""The edge of public functions; what they refuse is in tests/test_odd_arguments.py."""
+"""The edge of public functions; what they refuse is in test_odd_arguments.py."""
 
 import traceback
 

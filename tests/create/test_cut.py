@@ -28,11 +28,10 @@ INIT = nnx.initializers
 class Kernels(nnx.Module):
   """Three kernels of one initializer, in an order that names do not follow."""
 
-  def __init__(
-    self, make: Callable[..., jax.Array], shape: tuple[int, ...], dtype: jnp.dtype, rngs: nnx.Rngs
-  ):
+  def __init__(self, make: Callable[..., jax.Array], shape: tuple[int, ...] = (16, 64)):
+    rngs = nnx.Rngs(0)
     for name in "zxy":
-      setattr(self, name, nnx.Param(make(rngs.params(), shape, dtype)))
+      setattr(self, name, nnx.Param(make(rngs.params(), shape, jnp.float32)))
 
 
 INITIALIZERS = {
@@ -63,21 +62,17 @@ def programs(plan: nxp.Plan) -> list[tuple[int, list[nxp.LeafPlan]]]:
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_initializers(name):
-  def init():
-    return Kernels(INITIALIZERS[name], SHAPES.get(name, (16, 64)), jnp.float32, nnx.Rngs(0))
-
+  init = lambda: Kernels(INITIALIZERS[name], SHAPES.get(name, (16, 64)))
   assert_same_arrays(arrays_of(created(init)), arrays_of(init()))
-  plan = nxp.plan(init, MESH(), RULES)
-  assert [runs for runs, _ in programs(plan)] == [3]
+  assert [runs for runs, _ in programs(nxp.plan(init, MESH(), RULES))] == [3]
 
 
 class Scaled(nnx.Module):
   """Each layer's scale depends on its depth, as in GPT-2."""
 
   def __init__(self, rngs: nnx.Rngs):
-    self.layers = nnx.List(
-      nnx.Linear(32, 64, kernel_init=INIT.normal(0.02 / (i + 1) ** 0.5), rngs=rngs) for i in range(4)
-    )
+    inits = [INIT.normal(0.02 / (i + 1) ** 0.5) for i in range(4)]
+    self.layers = nnx.List(nnx.Linear(32, 64, kernel_init=init, rngs=rngs) for init in inits)
 
 
 class Lstm(nnx.Module):
@@ -92,13 +87,13 @@ class Lstm(nnx.Module):
 class Stacked(nnx.Module):
   """Layers stacked by nnx.vmap, and by nnx.scan-like splits of the streams."""
 
-  def __init__(self, rngs: nnx.Rngs):
-    @nnx.split_rngs(splits=4)
+  def __init__(self, depth: int, width: int):
+    @nnx.split_rngs(splits=depth)
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs: nnx.Rngs) -> nnx.Linear:
-      return nnx.Linear(16, 64, rngs=rngs)
+      return nnx.Linear(width, 64, bias_init=INIT.normal(0.1), rngs=rngs)
 
-    self.layers = make(rngs)
+    self.layers = make(nnx.Rngs(0))
 
 
 class Compiled(nnx.Module):
@@ -136,10 +131,11 @@ class Pair(nnx.Module):
 
 
 class Rounded(nnx.Module):
-  """Two products by a number, each of which rounds."""
+  """Products, and a sum of them, each of which rounds."""
 
   def __init__(self, rngs: nnx.Rngs):
-    self.kernel = nnx.Param(jax.random.normal(rngs.params(), (16, 64)) * 0.1 * 0.3)
+    one, two = (jax.random.normal(rngs.params(), (16, 64)) for _ in range(2))
+    self.kernel = nnx.Param(one * 0.1 + two * 0.3 * 0.7)
 
 
 def old_random_numbers() -> nnx.Module:
@@ -158,10 +154,8 @@ CONSTRUCTORS: dict[str, Callable[[], nnx.Module]] = {
   "rounded": lambda: Rounded(nnx.Rngs(0)),
   "scaled": lambda: Scaled(nnx.Rngs(0)),
   "stack": lambda: Stack(3, 16, nnx.Rngs(5, params=1, dropout=2)),
-  "stacked": lambda: Stacked(nnx.Rngs(0)),
-  "old style key": lambda: Kernels(
-    lambda _, *rest: jax.random.normal(jax.random.PRNGKey(7), *rest), (16, 64), jnp.float32, nnx.Rngs(0)
-  ),
+  "stacked": lambda: Stacked(4, 16),
+  "old style key": lambda: Kernels(lambda _, *rest: jax.random.normal(jax.random.PRNGKey(7), *rest)),
 }
 
 
@@ -177,11 +171,8 @@ def test_constructors(name):
 
 
 def number(depth: int, optimizer: optax.GradientTransformation | None = None) -> int:
-  def init():
-    return Stack(depth, 16, nnx.Rngs(0, dropout=1))
-
-  plan = nxp.plan(init, MESH(), RULES, optimizer=optimizer)
-  return len(programs(plan))
+  init = lambda: Stack(depth, 16, nnx.Rngs(0, dropout=1))
+  return len(programs(nxp.plan(init, MESH(), RULES, optimizer=optimizer)))
 
 
 def test_the_number_of_programs_does_not_depend_on_depth():
@@ -209,10 +200,7 @@ def test_variables_that_share_work_share_no_buffers():
 
 
 def test_a_large_compiled_constructor_is_opened():
-  def init():
-    return nnx.jit(lambda: Stack(12, 16, nnx.Rngs(0)))()
-
-  plan = nxp.plan(init, MESH(), RULES)
+  plan = nxp.plan(lambda: nnx.jit(lambda: Stack(12, 16, nnx.Rngs(0)))(), MESH(), RULES)
   assert len(programs(plan)) == number(12)
   with nnx.use_eager_sharding(False):
     assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(Stack(12, 16, nnx.Rngs(0))))
@@ -238,7 +226,7 @@ def test_an_array_is_made_without_what_it_does_not_need():
 @pytest.mark.parametrize(("limit", "waits"), [(4095, 3), (4096, 1), (8192, 1), (12288, 0)])
 def test_no_more_bytes_than_a_limit_are_under_way(limit, waits, monkeypatch):
   """Of three arrays of 4096 bytes, on the way to all devices at once."""
-  plan = nxp.plan(lambda: Kernels(INIT.normal(), (16, 64), jnp.float32, nnx.Rngs(0)), MESH(), RULES)
+  plan = nxp.plan(lambda: Kernels(INIT.normal()), MESH(), RULES)
   shardings, waited = [leaf.sharding for leaf in plan.leaves], []
   found = cut_plan(plan, shardings)
   monkeypatch.setattr(slices, "IN_FLIGHT", limit)
@@ -249,22 +237,8 @@ def test_no_more_bytes_than_a_limit_are_under_way(limit, waits, monkeypatch):
   assert len(waited) == waits
 
 
-class Deep(nnx.Module):
-  """More layers than a tiny array has elements, stacked by nnx.vmap."""
-
-  def __init__(self, rngs: nnx.Rngs):
-    @nnx.split_rngs(splits=80)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs: nnx.Rngs) -> nnx.Linear:
-      return nnx.Linear(8, 64, bias_init=INIT.normal(0.1), rngs=rngs)
-
-    self.layers = make(rngs)
-
-
 def test_many_keys_do_not_tie_variables_together():
-  def init():
-    return Deep(nnx.Rngs(0))
-
+  init = lambda: Stacked(80, 8)  # more layers than a tiny array has elements
   plan = nxp.plan(init, MESH(), RULES)
   found = [[leaf.name for leaf in leaves] for _, leaves in programs(plan)]
   assert found == [["layers.bias"], ["layers.kernel"]]
@@ -280,9 +254,7 @@ class Talkative(nnx.Module):
 
 
 def test_a_constructor_with_side_effects_runs_whole_and_says_so(caplog):
-  def init():
-    return Talkative(nnx.Rngs(0))
-
+  init = lambda: Talkative(nnx.Rngs(0))
   with caplog.at_level(logging.WARNING):
     model = created(init)
   assert_same_arrays(arrays_of(model), arrays_of(init()))
@@ -309,10 +281,6 @@ def test_one_call_runs_the_constructor_once(explicit):
 
 def test_constants_are_copied():
   table = np.ones((64, 32), np.float32)
-
-  def init():
-    return nnx.Dict(table=nnx.Param(jnp.asarray(table)))
-
-  model = created(init)
+  model = created(lambda: nnx.Dict(table=nnx.Param(jnp.asarray(table))))
   table[:] = 7
   assert float(model.table[...].max()) == 1

@@ -16,12 +16,9 @@ from nnx_parallel.create import constructor
 RULES = [nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), nxp.replicate()]
 
 
-def stack() -> Stack:
-  return Stack(1, 16, nnx.Rngs(0, dropout=1))
-
-
 def make_plan(**axes: Any) -> nxp.Plan:
-  return nxp.plan(stack, nxp.make_mesh(**axes), RULES, optimizer=optax.adamw(1e-2))
+  init = lambda: Stack(1, 16, nnx.Rngs(0, dropout=1))
+  return nxp.plan(init, nxp.make_mesh(**axes), RULES, optimizer=optax.adamw(1e-2))
 
 
 def tokens(plan: nxp.Plan) -> jax.Array:
@@ -69,9 +66,7 @@ def square(model: Any, x: jax.Array) -> jax.Array:
 
 @pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_layout_in_another_spelling_is_no_reason_to_compile():
-  def init() -> nnx.Linear:
-    return nnx.Linear(32, 16, rngs=nnx.Rngs(0))
-
+  init = lambda: nnx.Linear(32, 16, rngs=nnx.Rngs(0))
   plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
   model, optimizer = nxp.create_sharded_model(plan)
   batch = nxp.shard_batch(np.ones((8, 32), np.float32), plan)

@@ -26,11 +26,8 @@ def test_temporaries_are_those_of_one_shard(explicit, monkeypatch):
 
   lower = slices.lower_slice
   monkeypatch.setattr(slices, "lower_slice", record)
-  mesh = nxp.make_mesh(fsdp=4, tensor=2, explicit=explicit)
-  plan = nxp.plan(
-    lambda: layers(3), mesh, nxp.fsdp(("fsdp", "tensor"), min_size=0), optimizer=optax.adam(1e-3)
-  )
-  nxp.create_sharded_model(plan)
+  mesh, rules = nxp.make_mesh(fsdp=4, tensor=2, explicit=explicit), nxp.fsdp(("fsdp", "tensor"), min_size=0)
+  nxp.create_sharded_model(lambda: layers(3), mesh, rules, optimizer=optax.adam(1e-3))
   memory = [program.compile().memory_analysis() for program in programs]
   assert sorted(m.output_size_in_bytes for m in memory) == [KERNEL // 8] * 2
   # Bits, uniform numbers and their error function are alive together: three shards, not one whole kernel.

@@ -85,24 +85,13 @@ def test_numpy_arrays_by_name(alone):
 
 
 def test_uneven_arrays_are_padded():
-  def init():
-    return nnx.Linear(8, 13, rngs=nnx.Rngs(0))
-
-  plan = nxp.plan(
-    init,
-    nxp.make_mesh(fsdp=8),
-    nxp.PathRules([("kernel", (None, "fsdp")), ("bias", ("fsdp",))]),
-    uneven="pad",
-  )
+  init = lambda: nnx.Linear(8, 13, rngs=nnx.Rngs(0))
+  rules = nxp.PathRules([("kernel", (None, "fsdp")), ("bias", ("fsdp",))])
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules, uneven="pad")
   assert plan["kernel"].storage_shape == (8, 16)
   arrays = arrays_of(init())
-  created, given, moved = (
-    nxp.create_sharded_model(plan),
-    nxp.from_arrays(arrays, plan),
-    nxp.reshard(init(), plan),
-  )
   expected = np.pad(arrays["kernel"], [(0, 0), (0, 3)])
-  for model in (created, given, moved):
+  for model in (nxp.create_sharded_model(plan), nxp.from_arrays(arrays, plan), nxp.reshard(init(), plan)):
     np.testing.assert_array_equal(np.asarray(model.kernel.get_raw_value()), expected)
 
 
@@ -119,12 +108,9 @@ def test_arrays_that_do_not_fit():
   )
   with pytest.raises(nxp.errors.PlanError, match="the plan has no optimizer, but one was given"):
     nxp.from_arrays({}, plan, optimizer={})
-  with_optimizer = nxp.plan(stack, mesh(), RULES, optimizer=optax.sgd(0.1))
-  with pytest.raises(
-    nxp.errors.PlanError,
-    match=r"has an optimizer, but none was given.\n  Fix: model, optimizer = nxp.reshard",
-  ):
-    nxp.reshard(nxp.unsharded(stack), with_optimizer)
+  plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.sgd(0.1))
+  with pytest.raises(nxp.errors.PlanError, match=r"none was given.\n  Fix: model, optimizer = nxp.reshard"):
+    nxp.reshard(nxp.unsharded(stack), plan)
 
 
 def test_check_layout_names_each_difference():
@@ -139,15 +125,14 @@ def test_check_layout_names_each_difference():
   optimizer.step.set_value(jnp.zeros((), jnp.int32))
   table = model.blocks[1].up.bias
   table.set_value(jax.device_put(table[...].astype(jnp.bfloat16), plan["blocks.1.up.bias"].sharding))
+  one, split = "on one device (uncommitted)", "P('tensor',)"
   expected = [
-    "blocks.0.up.bias: planned float32[64] P('tensor',), found nothing",
-    "blocks.0.up.kernel: planned float32[16,64] P('fsdp', 'tensor'), found float32[16,64] on one device"
-    " (uncommitted)",
+    f"blocks.0.up.bias: planned float32[64] {split}, found nothing",
+    f"blocks.0.up.kernel: planned float32[16,64] P('fsdp', 'tensor'), found float32[16,64] {one}",
     "blocks.1.norm.scale: planned float32[16] P(None,), found float32[16] ndarray",
-    "blocks.1.up.bias: planned float32[64] P('tensor',), found bfloat16[64] P('tensor',)"
-    " on (fsdp=4,tensor=2)",
-    "optimizer/step: planned uint32[] P(), found int32[] on one device (uncommitted)",
-    "blocks.0.extra: planned nothing, found float32[3] on one device (uncommitted)",
+    f"blocks.1.up.bias: planned float32[64] {split}, found bfloat16[64] {split} on (fsdp=4,tensor=2)",
+    f"optimizer/step: planned uint32[] P(), found int32[] {one}",
+    f"blocks.0.extra: planned nothing, found float32[3] {one}",
   ]
   message = r"5 of \d+ arrays are not laid out as planned, and 1 is not in the plan\."
   with pytest.raises(nxp.errors.LayoutMismatchError, match=message) as caught:
@@ -162,7 +147,5 @@ def test_a_failure_after_arrays_were_freed_says_so(monkeypatch):
   model[2].kernel.get_raw_value().delete()
   with pytest.raises(RuntimeError, match="deleted") as caught:
     nxp.reshard(model, plan, donate=True, byte_budget=1)
-  assert caught.value.__notes__ == [
-    "reshard(donate=True) had freed 2 arrays of the old module, which cannot be used any more.\n"
-    "  Fix: restore the last checkpoint into the plan."
-  ]
+  assert "reshard(donate=True) had freed 2 arrays of the old module" in caught.value.__notes__[0]
+  assert "Fix: restore the last checkpoint into the plan." in caught.value.__notes__[0]

@@ -12,21 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def run(folder: Path, *command: object, **variables: str) -> str:
+def run(folder: Path, *command: object) -> str:
   """What a command prints, in a process of its own with 8 simulated devices."""
-  environment = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "8",
-    "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    "NPROC": "64",  # threads for XLA's pool: simulated devices that wait for each other hold one each
-    "PYTHONPATH": str(ROOT),
-    **variables,
-  }
-  words = [sys.executable, *map(str, command)]
-  done = subprocess.run(
-    words, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  )
+  # NPROC: threads for XLA's pool. Simulated devices that wait for each other hold one each.
+  variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "NPROC": "64", "PYTHONPATH": str(ROOT)}
+  variables["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+  words, out = [sys.executable, *map(str, command)], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+  done = subprocess.run(words, env={**os.environ, **variables}, cwd=folder, text=True, **out)
   assert done.returncode == 0, done.stdout
   return done.stdout
 

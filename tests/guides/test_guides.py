@@ -52,11 +52,9 @@ def test_a_failure_shows_the_page_and_the_line(tmp_path):
 
 
 def test_blocks_share_a_namespace_and_see_eight_devices_in_an_empty_directory(tmp_path):
-  page = write(
-    tmp_path,
-    "```python\nimport jax, os\n```\n```sh\nnot code\n```\n"
-    "```python\nassert jax.device_count() == 8\nassert not os.listdir()\nprint(os.getcwd())\n```\n",
-  )
+  first = "```python\nimport jax, os\n```\n```sh\nnot code\n```\n"
+  second = "```python\nassert jax.device_count() == 8\nassert not os.listdir()\nprint(os.getcwd())\n```\n"
+  page = write(tmp_path, first + second)
   result = runner.run(page)
   assert result.returncode == 0, result.stdout
   assert not os.path.exists(result.stdout.strip())
@@ -77,37 +75,26 @@ ROWS = "row 0\nrow 1\nrow 2\nrow 3"
 FIRST = "loss 0.5, 12,345 bytes, 1.5 s"
 
 
-@pytest.mark.parametrize(
-  "shown",
-  [
-    f"{FIRST}\n{ROWS}",
-    f"loss 0.5, 12,345 bytes, 98 ms\n{ROWS}",
-    f"loss 0.5, ...\n{ROWS}",
-    "...\nrow 3",
-    f"{FIRST}\n...",
-    f"{FIRST}\nrow 0\n...\nrow 2\n...",
-    f"...\n{FIRST}\n{ROWS}\n...",
-  ],
-)
+SHOWN = [
+  f"{FIRST}\n{ROWS}", f"loss 0.5, 12,345 bytes, 98 ms\n{ROWS}", f"loss 0.5, ...\n{ROWS}", "...\nrow 3",
+  f"{FIRST}\n...", f"{FIRST}\nrow 0\n...\nrow 2\n...", f"...\n{FIRST}\n{ROWS}\n...",
+]  # fmt: skip
+CHANGED = {
+  f"loss 0.6, 12,345 bytes, 1.5 s\n{ROWS}": "-loss 0.6",
+  f"loss 0.5, 12,346 bytes, 1.5 s\n{ROWS}": "-loss 0.5, 12,346",
+  f"{FIRST}\nrow 0\nrow 2\nrow 3": "+row 1", f"{FIRST}\nrow 1\nrow 0\n...": "-row 0",
+  f"{FIRST}\n...\nrow 2": "+row 3", ROWS: "+loss", f"{FIRST}\n{ROWS}\nrow 4": "-row 4", "": "+loss",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shown", SHOWN)
 def test_what_a_block_printed_may_be_shown_as(shown):
   printed = f"{FIRST}\n{ROWS}\n\n"
   assert runner.difference(shown, printed, exact=True) == ""
   assert runner.difference(shown, printed, exact=False) == ""
 
 
-@pytest.mark.parametrize(
-  ("shown", "changed"),
-  [
-    (f"loss 0.6, 12,345 bytes, 1.5 s\n{ROWS}", "-loss 0.6"),
-    (f"loss 0.5, 12,346 bytes, 1.5 s\n{ROWS}", "-loss 0.5, 12,346"),
-    (f"{FIRST}\nrow 0\nrow 2\nrow 3", "+row 1"),
-    (f"{FIRST}\nrow 1\nrow 0\n...", "-row 0"),
-    (f"{FIRST}\n...\nrow 2", "+row 3"),
-    (ROWS, "+loss"),
-    (f"{FIRST}\n{ROWS}\nrow 4", "-row 4"),
-    ("", "+loss"),
-  ],
-)
+@pytest.mark.parametrize(("shown", "changed"), CHANGED.items())
 def test_what_no_block_printed_is_found(shown, changed):
   assert f"\n{changed}" in runner.difference(shown, f"{FIRST}\n{ROWS}\n", exact=True)
 

@@ -56,23 +56,19 @@ def test_a_family_comes_out_as_in_its_table_but_for_a_few_arrays(make, table, in
 
 
 def test_the_proposal_is_code():
-  init = lambda: Llama(nnx.Rngs(0), tied=True)
-  rules = infer_rules(init, nxp.abstract_mesh(**MESH), TOKENS, min_size=0)
-  assert (
-    repr(rules)
-    == r"""[LogicalRules(batch='fsdp'), PathRules([
+  init, mesh = lambda: Llama(nnx.Rngs(0), tied=True), nxp.abstract_mesh(**MESH)
+  rules = infer_rules(init, mesh, TOKENS, min_size=0)
+  text = r"""[LogicalRules(batch='fsdp'), PathRules([
   (('embed_tokens', 'embedding'), ('tensor', None)),
   (('layers', '\\d+', 'mlp', 'down_proj', 'kernel'), ('tensor', None)),
   (('layers', '\\d+', 'mlp', '(gate_proj|up_proj)', 'kernel'), (None, 'tensor')),
   (('layers', '\\d+', 'self_attn', '(k_proj|q_proj|v_proj)', 'kernel'), (None, 'tensor')),
   (('layers', '\\d+', 'self_attn', 'o_proj', 'kernel'), ('tensor', None)),
 ]), fsdp('fsdp', min_size=0, extend=True)]"""
-  )
+  assert repr(rules) == text
   names = {name: getattr(nxp, name) for name in nxp.__all__}
-  assert nxp.RuleSet.of(eval(repr(rules), names)) == rules
-  assert infer_rules(init, nxp.abstract_mesh(**MESH), TOKENS, min_size=0) == rules
-  live = infer_rules(Llama(nnx.Rngs(0), tied=True, depth=1), nxp.abstract_mesh(**MESH), TOKENS, min_size=0)
-  assert live == rules
+  assert nxp.RuleSet.of(eval(text, names)) == rules
+  assert infer_rules(Llama(nnx.Rngs(0), tied=True, depth=1), mesh, TOKENS, min_size=0) == rules
 
 
 class MLP(nnx.Module):
@@ -111,24 +107,15 @@ def test_a_pair_costs_one_collective():
 
 def test_sizes_that_the_axis_does_not_divide_stay_whole():
   found = specs(lambda: MLP(nnx.Rngs(0), (16, 30, 16)), FLOATS, mesh={"tensor": 4})
-  assert found == {
-    "layers.0.kernel": P("tensor", None),
-    "layers.0.bias": P(None),
-    "layers.1.kernel": P(None, "tensor"),
-    "layers.1.bias": P("tensor"),
-  }
+  first, second = ((found[f"layers.{n}.kernel"], found[f"layers.{n}.bias"]) for n in (0, 1))
+  assert (first, second) == ((P("tensor", None), P(None)), (P(None, "tensor"), P("tensor")))
 
 
-@pytest.mark.parametrize(
-  ("mesh", "options", "text"),
-  [
-    (MESH, {}, "[LogicalRules(batch='fsdp'), fsdp('fsdp', min_size=262144, extend=True)]"),
-    ({"data": 8}, {"min_size": 64}, "[LogicalRules(batch='data'), fsdp('data', min_size=64, extend=True)]"),
-  ],
-  ids=["small groups stay whole", "no tensor axis"],
-)
-def test_only_fsdp(mesh, options, text):
-  assert repr(infer_rules(lambda: Llama(nnx.Rngs(0)), nxp.abstract_mesh(**mesh), TOKENS, **options)) == text
+# Small groups stay whole; no tensor axis.
+@pytest.mark.parametrize(("mesh", "axis", "size"), [(MESH, "fsdp", 2**18), ({"data": 8}, "data", 64)])
+def test_only_fsdp(mesh, axis, size):
+  rules = infer_rules(lambda: Llama(nnx.Rngs(0)), nxp.abstract_mesh(**mesh), TOKENS, min_size=size)
+  assert repr(rules) == f"[LogicalRules(batch='{axis}'), fsdp('{axis}', min_size={size}, extend=True)]"
 
 
 def test_a_loss_may_be_traced_instead():
@@ -170,19 +157,11 @@ def test_a_rule_never_reaches_into_longer_paths():
 
 class Stacked(nnx.Module):
   def __init__(self, rngs):
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs):
-      return MLP(rngs, (16, 64, 16))
-
-    self.blocks = make(rngs)
+    self.blocks = nnx.vmap(lambda rngs: MLP(rngs, (16, 64, 16)))(rngs.split(3))
 
   def __call__(self, x):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def run(x, block):
-      return block(x)
-
-    return run(x, self.blocks)
+    scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return scan(lambda x, block: block(x))(x, self.blocks)
 
 
 def test_stacked_layers_are_seen_through_scan():
@@ -205,9 +184,7 @@ def test_layers_of_equal_width_stay_apart_where_their_activation_is_compiled():
         x = self.activate(layer(x))
       return x
 
-  def relu(x):
-    return jnp.maximum(x, 0.0)
-
+  relu = lambda x: jnp.maximum(x, 0.0)
   found = specs(lambda: Net(nnx.Rngs(0), jax.jit(relu)), FLOATS)
   assert found == specs(lambda: Net(nnx.Rngs(0), relu), FLOATS)
   kernels = [found[f"layers.{i}.kernel"] for i in range(4)]
@@ -264,15 +241,11 @@ def test_a_proposal_for_a_model_with_names_is_always_accepted(options, logical):
 
 def test_names_and_the_rest_of_a_model_are_split_together():
   """Kernels have names, and their biases have none: one split carries over to both."""
-  plan = nxp.plan(
-    lambda: Annotated(nnx.Rngs(0)),
-    mesh := nxp.make_mesh(**MESH, data=2),
-    infer_rules(lambda: Annotated(nnx.Rngs(0)), mesh, FLOATS, min_size=0),
-    optimizer=optax.sgd(0.1),
-  )
+  init, mesh = lambda: Annotated(nnx.Rngs(0)), nxp.make_mesh(**MESH, data=2)
+  plan = nxp.plan(init, mesh, infer_rules(init, mesh, FLOATS, min_size=0), optimizer=optax.sgd(0.1))
   found = {leaf.name: leaf.spec for leaf in plan.leaves}
   assert found["up.kernel"] == P("fsdp", "tensor")
   assert (found["up.bias"], found["down.kernel"]) == (P(("tensor", "fsdp")), P("tensor", "fsdp"))
   run = run_steps(plan, lambda model, x: (model(x) ** 2).mean(), [np.ones((8, 16), np.float32)])
-  plain = (nxp.unsharded(lambda: Annotated(nnx.Rngs(0)))(np.ones((8, 16), np.float32)) ** 2).mean()
+  plain = (nxp.unsharded(init)(np.ones((8, 16), np.float32)) ** 2).mean()
   assert run.losses == pytest.approx([float(plain)])

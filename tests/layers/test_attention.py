@@ -484,6 +484,65 @@ def test_tiles_that_a_mask_hides_are_not_computed(name, form):
     assert counts[0] <= counts[1] * part + 4 * q.size  # and a mean of the values
 
 
+class Masked(nnx.Module):
+  """A layer that is an attention, with a mask that the model made."""
+
+  def __init__(self, rngs):
+    self.scale = nnx.Param(jax.random.normal(rngs.params(), (1, 4)))
+
+  def __call__(self, x, mask):
+    scores = jnp.einsum("bqd,bkd->bqk", x * self.scale, x)
+    scores = scores + mask if jnp.issubdtype(mask.dtype, jnp.floating) else jnp.where(mask, scores, -1e9)
+    return x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), x)
+
+
+class Handed(nnx.Module):
+  """Two layers, which receive one mask, or two in turn."""
+
+  def __init__(self, way, form):
+    self.way, self.form, rngs = way, form, nnx.Rngs(0)
+    if way == "scan":
+      self.layers = nnx.vmap(Masked)(rngs.split(2))
+    else:
+      self.layers = nnx.List(Masked(rngs) for _ in range(2))
+
+  def __call__(self, x, mask):
+    away = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None]
+    seen = (away == away) if mask(away) is None else mask(away)
+    seen = jnp.where(seen, 0.0, -1e9) if self.form == "added" else seen
+    if self.way == "scan":
+      scan = nnx.scan(lambda x, layer, seen: layer(x, seen), in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
+      return scan(x, self.layers, seen)
+    for number, layer in enumerate(self.layers):
+      later = jnp.where(away > 0, 0.0, -1e9) if self.form == "added" else away > 0
+      own = later if self.way == "in turn" and number % 2 else seen
+      x = nnx.remat(Masked.__call__)(layer, x, own) if self.way == "nnx.remat" else layer(x, own)
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("form", ["selected", "added"])
+@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("way", ["remat", "scanned", "nnx.remat", "scan", "in turn"])
+def test_a_mask_that_layers_receive_hides_the_same_tiles(way, name, form):
+  model, x = Handed(way, form), np.random.default_rng(1).normal(size=(2, LENGTH, 4)).astype(np.float32)
+  options = {"remat": {"remat": "full"}, "scanned": {"remat": "full", "scan_layers": True}}.get(way, {})
+  mask, part = MASKS[name]
+
+  def gradients(mask, **options):
+    run = nxp.with_layers(lambda model, x: (model(x, mask) ** 2).mean(), **options)
+    return lambda model, x: nnx.value_and_grad(run)(model, x)
+
+  found = gradients(mask, attention=8, **options)
+  every = gradients(MASKS["none"][0], attention=8, **options)
+  counts = [product_flops(jax.make_jaxpr(nnx.jit(f))(model, x).jaxpr) for f in (found, every)]
+  assert counts[0] <= counts[1] * (1.0 if way == "in turn" else part + 0.02)
+  pairs = zip(*(jax.tree.leaves(nnx.jit(f)(model, x)) for f in (found, gradients(mask))), strict=True)
+  for one, other in pairs:
+    np.testing.assert_allclose(one, other, atol=2e-5 * abs(other).max())
+
+
 def _masked(sees, fill, after=lambda scores, i, j: scores):
   def loss(arrays, direction):
     q, k, v = arrays

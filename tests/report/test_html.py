@@ -21,10 +21,7 @@ def report():
 def pages(report):
   plan = layouts.plan(fsdp=4, tensor=2)
   memory = memory_plan(plan, layouts.loss, layouts.batch(), chip="h100")
-  return {
-    "report": report.to_html(),
-    "plan": plan_page(plan, memory, title="my <model>"),
-  }
+  return {"report": report.to_html(), "plan": plan_page(plan, memory, title="my <model>")}
 
 
 class Structure(HTMLParser):
@@ -49,8 +46,6 @@ HEADINGS = {
   "report": [
     "Memory per device",
     "In memory at the peak, besides the arguments",
-    "Arguments per device, largest first",
-    "Sent per step, by kind and axis (payload)",
     "Collectives, largest first",
   ],
   "plan": ["Planned memory per device, at least", "Largest leaves"],
@@ -79,7 +74,3 @@ def test_the_bar_of_memory_has_the_shares_of_what_is_usable(report):
   page = dataclasses.replace(report, categories={"parameters": 4 * 2**30, "other": 0}).to_html()
   assert "<i style='width:25.00%;background:#0072B2' title='parameters'></i></div>" in page
   assert "</b>parameters 4 GiB (100 %)</span>" in page
-
-
-def test_a_page_stays_inside_its_frame(report):
-  assert "&quot;" in report._repr_html_()

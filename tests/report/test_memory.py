@@ -29,10 +29,8 @@ def test_the_state_is_exact():
 
 
 def test_remat_saves_only_the_layers_inputs():
-  full, none = (
-    memory_plan(plan(fsdp=8), loss, BATCH, remat=remat).categories["saved activations"]
-    for remat in ("full", "none")
-  )
+  plans = (memory_plan(plan(fsdp=8), loss, BATCH, remat=remat) for remat in ("full", "none"))
+  full, none = (found.categories["saved activations"] for found in plans)
   # The input of each layer, the input of the head, and its output.
   assert full == ((DEPTH + 1) * WIDTH + HIDDEN) * 512 * 4 // 8
   # Inputs of the layer, and at least the input and output of the activation.
@@ -66,10 +64,8 @@ def test_stage_two_splits_gradients_as_the_state_of_their_shape(optimizer, ways)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_offload_takes_the_state_off_the_device(zero):
   mesh = nxp.abstract_mesh(data=4, fsdp=2, tensor=1)
-  near, away = (
-    nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-3), zero=zero, optimizer_memory=place)
-    for place in (None, "pinned_host")
-  )
+  made = functools.partial(nxp.plan, init, mesh, RULES, optimizer=optax.adam(1e-3), zero=zero)
+  near, away = (made(optimizer_memory=place) for place in (None, "pinned_host"))
   state = 2 * PARAMS // (8 if zero else 2)
   whole, less = (memory_plan(made, loss, BATCH) for made in (near, away))
   assert whole.categories["optimizer"] - less.categories["optimizer"] == state == less.host_bytes
@@ -88,18 +84,14 @@ def test_masters_are_a_category_of_their_own():
 def test_the_first_line_answers():
   may = memory_plan(plan(fsdp=8), loss, BATCH, chip="h100")
   assert may.headroom_bytes == chip("h100").usable_bytes - may.need_bytes > 0
-  (first, *_) = str(may).splitlines()
-  assert first == (
-    f"May fit on h100: needs at least {format_bytes(may.need_bytes)} per device, of 59.74 GiB usable, the"
-    " 75 % that JAX takes (XLA_CLIENT_MEM_FRACTION); 59.73 GiB left; compile_report tells."
-  )
+  said = f"May fit on h100: needs at least {format_bytes(may.need_bytes)} per device, of 59.74 GiB usable,"
+  assert str(may).startswith(said + " the 75 % that JAX takes (XLA_CLIENT_MEM_FRACTION); 59.73 GiB left")
   large = memory_plan(plan(fsdp=8), loss, jax.ShapeDtypeStruct((1 << 24, WIDTH), jnp.float32), chip="v5e")
   assert str(large).startswith("Does not fit on v5e: needs at least ")
   assert str(large).splitlines()[0].endswith(" GiB too much.")
   assert json.loads(large.to_json())["verdict"] == large.verdict
-  assert str(memory_plan(plan(fsdp=8), loss, BATCH)).startswith(
-    f"A step needs at least {format_bytes(may.need_bytes)} per device; compile_"
-  )
+  said = f"A step needs at least {format_bytes(may.need_bytes)} per device; compile_"
+  assert str(memory_plan(plan(fsdp=8), loss, BATCH)).startswith(said)
   with pytest.raises(ReportError, match=r"microbatches=0(.|\n)*at least 1"):
     memory_plan(plan(fsdp=8), loss, BATCH, microbatches=0)
 
@@ -110,12 +102,9 @@ def test_a_batch_that_cannot_be_split_has_no_plan():
   squares = lambda model, batch: jnp.square(model(batch["x"])).mean() * batch["rate"]
   batch = lambda count: {"x": jax.ShapeDtypeStruct((count, 8), jnp.float32), "rate": 0.5}
   assert memory_plan(layout, squares, batch(1024), microbatches=2)
-  with pytest.raises(ReportError) as error:
+  text = r"(?s)\['x'\] has 520 examples, which 512 shards cannot split.*Fix: a global batch of 512 or 1024"
+  with pytest.raises(ReportError, match=text):
     memory_plan(layout, squares, batch(520))
-  assert str(error.value).splitlines()[0] == (
-    "batch['x'] has 520 examples, which 512 shards cannot split evenly: this layout cannot run."
-  )
-  assert "Fix: a global batch of 512 or 1024, or fewer shards." in str(error.value)
   with pytest.raises(ReportError, match=r"512 shards in each of 7 microbatches cannot split evenly"):
     memory_plan(layout, squares, batch(1024), microbatches=7)
   with pytest.raises(ReportError, match=r"the batch has no array(.|\n)*Fix: .*ShapeDtypeStruct\(\(16, 8\)"):
@@ -160,9 +149,8 @@ def test_an_elementwise_result_is_what_it_is_computed_from():
 def test_70b_is_planned_from_shapes_alone():
   llama = pytest.importorskip("benchmarks.llama")
   sizes = llama.SIZES["70b"]
-  layout = nxp.plan(
-    llama.init_70b, nxp.abstract_mesh(data=1, fsdp=256, tensor=1), llama.RULES, optimizer=llama.optimizer()
-  )
+  mesh = nxp.abstract_mesh(data=1, fsdp=256, tensor=1)
+  layout = nxp.plan(llama.init_70b, mesh, llama.RULES, optimizer=llama.optimizer())
   # jax.nn.dot_product_attention mixes bfloat16 and float32, which strict promotion refuses.
   with jax.numpy_dtype_promotion("standard"):
     found = memory_plan(layout, llama.loss, llama.batch_of(sizes), chip="v5p")

@@ -96,9 +96,8 @@ def reported(fits=True, need=2**20, flops=1.0, sent=0):
   collectives = [SimpleNamespace(slices=1, overlapped=False, sent_bytes=sent)] if sent else []
   cost = SimpleNamespace(arithmetic={"float32": flops}, flops=flops, hbm_bytes=8, uncounted={})
   totals = SimpleNamespace(per_device=sent)
-  return SimpleNamespace(
-    fits=fits, need_bytes=need, target="8 x cpu", cost=cost, collectives=collectives, sent=lambda: totals
-  )
+  given = {"fits": fits, "need_bytes": need, "target": "8 x cpu", "cost": cost, "collectives": collectives}
+  return SimpleNamespace(**given, sent=lambda: totals)
 
 
 @pytest.fixture

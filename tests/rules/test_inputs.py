@@ -13,20 +13,15 @@ from nnx_parallel.errors import ShardingError
 
 
 def plan(*rules, **axes):
-  return nxp.plan(
-    lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(**(axes or {"data": 4, "tensor": 2})), rules
-  )
+  mesh = nxp.make_mesh(**(axes or {"data": 4, "tensor": 2}))
+  return nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, rules)
 
 
 def test_by_rank_with_axes_and_with_names():
   rules = InputRules(map_1d=("data",), map_2d=("batch", "seq"), map_3d=("batch", None, ("tensor",)))
   made = plan(rules, LogicalRules(batch="data", seq=LogicalRules.first("tensor", None)))
-  assert [made.batch_spec(n) for n in range(4)] == [
-    P(),
-    P("data"),
-    P("data", "tensor"),
-    P("data", None, "tensor"),
-  ]
+  specs = [P(), P("data"), P("data", "tensor"), P("data", None, "tensor")]
+  assert [made.batch_spec(n) for n in range(4)] == specs
 
 
 def test_inputs_activations_zero_and_reports_split_the_batch_alike():

@@ -47,13 +47,8 @@ def toy(tmp_path, monkeypatch):
 def test_a_case_that_raises_or_dies_is_a_verdict_and_the_others_are_checked(toy):
   found = driver.results(toy, driver.arguments(toy, ["--seeds", "0:4"]))
   verdicts = {case: result["verdict"] for case, result in found}
-  assert verdicts == {
-    **{(seed, n): "right" for seed in (0, 1) for n in range(3)} | {(1, 1): "abort"},
-    **{(2, n): "BROKEN" for n in range(3)},
-    (3, 0): "right",
-    (3, 1): "WRONG",
-    (3, 2): "WRONG",
-  }
+  rows = ["right"] * 3, ["right", "abort", "right"], ["BROKEN"] * 3, ["right", "WRONG", "WRONG"]
+  assert verdicts == {(seed, n): rows[seed][n] for seed in range(4) for n in range(3)}
 
 
 def test_what_fails_is_made_smaller_while_it_fails_in_the_same_way(toy):
@@ -67,11 +62,8 @@ def test_counts_are_recorded_and_other_groups_stay(toy, tmp_path, monkeypatch):
   driver.record(toy, None, {("a", "tried"): 3}, {("a", "seconds"): (2, "s")})
   driver.record(toy, None, {("b", "tried"): 4}, {})
   rows = json.loads((tmp_path / "toy.json").read_text())["rows"]
-  assert [(row["group"], row["case"], row["value"]) for row in rows] == [
-    ("b", "tried", 4),
-    ("a", "tried", 3),
-    ("a", "seconds", 2),
-  ]
+  found = [(row["group"], row["case"], row["value"]) for row in rows]
+  assert found == [("b", "tried", 4), ("a", "tried", 3), ("a", "seconds", 2)]
 
 
 @pytest.mark.cases(1)
@@ -83,17 +75,17 @@ def test_the_searches_of_make_start_in_an_environment_that_has_only_the_package(
   subprocess.run(command, env=variables, cwd=harness.ROOT, check=True, capture_output=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-  ("search", "words", "said"),
-  [
-    (fuzz, ["--seeds", "x"], "argument --seeds: 'x' is not FIRST:END, such as 0:100"),
-    (fuzz, ["--seeds", "1"], "argument --seeds: '1' is not FIRST:END"),
-    (fuzz, ["--step", "plain", "--explicit"], "argument --explicit: not allowed with argument --step"),
-  ],
-)
-def test_words_that_mean_nothing_are_refused(search, words, said, capsys):
+REFUSED = {
+  "--seeds x": "argument --seeds: 'x' is not FIRST:END, such as 0:100",
+  "--seeds 1": "argument --seeds: '1' is not FIRST:END",
+  "--step plain --explicit": "argument --explicit: not allowed with argument --step",
+}
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED.items())
+def test_words_that_mean_nothing_are_refused(words, said, capsys):
   with pytest.raises(SystemExit):
-    driver.arguments(search, words)
+    driver.arguments(fuzz, words.split())
   assert said in capsys.readouterr().err
 
 
@@ -103,13 +95,8 @@ def test_a_share_of_the_tests_that_is_none_is_refused(text):
     conftest.read_part(text)
 
 
-class Item:
-  def __init__(self, path):
-    self.path = path
-
-
 def test_shares_have_each_file_once():
-  items = [Item(n % 7) for n in range(60)]
+  items = [types.SimpleNamespace(path=n % 7) for n in range(60)]
   shares = [conftest.share(items, conftest.read_part(f"{k}/4")) for k in (1, 2, 3, 4)]
   assert sorted(path for share in shares for path in {item.path for item in share}) == [*range(7)]
   assert sum(map(len, shares)) == 60

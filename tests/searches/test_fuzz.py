@@ -20,6 +20,8 @@ HEAD = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
+
 def check(loss, mesh, params, specs, x, spec):
   names = ("a", "b", "c")[: len(mesh)]
   mesh = jax.make_mesh(mesh, names, axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))
@@ -38,7 +40,6 @@ FAULTS = {
       y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
       return jnp.sin((p["scale"] * y) @ p["w"]).sum()
 
-    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     params = {"scale": draw(0, 8), "w": draw(1, 8, 16)}
     check(loss, (2, 2, 2), params, {"scale": P("c"), "w": P("b", "c")}, draw(2, 8, 8), P(("a", "b")))
     """,
@@ -48,7 +49,6 @@ FAULTS = {
       options = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": 8}
       return jnp.sin(jax.lax.conv_general_dilated(x, p["k"], (1,), "SAME", **options)).sum()
 
-    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     check(loss, (2, 4), {"k": draw(0, 3, 1, 8)}, {"k": P()}, draw(1, 8, 8, 8), P("a"))
     """,
   # The kernel gradient of any convolution whose spatial dim is split.
@@ -58,7 +58,6 @@ FAULTS = {
       y = jax.lax.conv_general_dilated(x, p["k"], (1,), "SAME", dimension_numbers=dims)
       return jnp.sin(y).sum()
 
-    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     check(loss, (2, 2, 2), {"k": draw(0, 3, 8, 8)}, {"k": P()}, draw(1, 8, 16, 8), P("a", "b"))
     """,
   # A residual product, both kernels over (fsdp, tensor), the batch over (data, fsdp).
@@ -66,7 +65,6 @@ FAULTS = {
     def loss(p, x):
       return jnp.sin((x + jnp.tanh(x @ p["w"])) @ p["head"]).sum()
 
-    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     params, specs = {"w": draw(0, 16, 16), "head": draw(1, 16, 16)}, {"w": P("b", "c"), "head": P("b", "c")}
     check(loss, (2, 2, 2), params, specs, draw(2, 8, 16), P(("a", "b")))
     """,
@@ -77,7 +75,6 @@ FAULTS = {
       q, k = z[..., :16].reshape(8, 4, 8, 2) + p["bias"], z[..., 16:20]
       return jnp.sin(q.reshape(8, 4, 2, 4, 2) * k.reshape(8, 4, 2, 1, 2)).sum()
 
-    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     params, specs = {"w": draw(0, 16, 24), "bias": draw(1, 8, 2)}, {"w": P("b", "c"), "bias": P(None, "a")}
     check(loss, (2, 2, 2), params, specs, draw(2, 8, 4, 16), P("b", None, "a"))
     """,
@@ -86,7 +83,6 @@ FAULTS = {
     def loss(p, x):
       return jnp.sin(x @ p["w"]).sum()
 
-    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     check(loss, (2, 2, 2), {"w": draw(0, 32, 32)}, {"w": P(("c", "a"), "b")}, draw(1, 64, 32), P("b"))
     """,
   # A low-rank adapter beside its kernel, the two over different axes: a wrong loss.
@@ -94,7 +90,6 @@ FAULTS = {
     def loss(p, x):
       return jnp.sin(x @ p["w"] + x @ p["a"] @ p["b"]).sum()
 
-    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     params = {"w": draw(0, 8, 8), "a": draw(1, 8, 8), "b": draw(2, 8, 8)}
     specs = {"w": P(None, "c"), "a": P(), "b": P("c", "b")}
     check(loss, (2, 2, 2), params, specs, draw(3, 8, 8), P(("a", "b")))

@@ -32,12 +32,14 @@ def loss_fn(model, x):
   return (y**2).mean(), {"largest": nxp.weighted(abs(y).sum(), jnp.float32(y.size))}
 
 
-def plan_of(mesh, tx=None, **options):
-  rules = [nxp.LogicalRules(batch=tuple(mesh)), nxp.fsdp(tuple(mesh), min_size=0)]
-  devices = jax.devices()[: math.prod(mesh.values())]
-  return nxp.plan(
-    Net, nxp.make_mesh(mesh, devices=devices), rules, optimizer=tx or optax.adam(1e-2), **options
-  )
+def plan_of(init, sizes, tx, over, **options):
+  mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
+  rules = [nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(over, min_size=0)]
+  return nxp.plan(init, mesh, rules, optimizer=tx, **options)
+
+
+def two_plans(init, tx, over="fsdp"):
+  return [plan_of(init, {"data": data, "fsdp": 2}, tx, over) for data in (2, 4)]
 
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -45,7 +47,7 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 
 @pytest.mark.slow
 def test_equal_steps_are_equal_also_with_padding_zero_and_microbatches():
-  plan = plan_of({"data": 2, "fsdp": 4}, uneven="pad", zero=1)
+  plan = plan_of(Net, {"data": 2, "fsdp": 4}, optax.adam(1e-2), ("data", "fsdp"), uneven="pad", zero=1)
   found = nxp.check_step(plan, None, loss_fn, X, microbatches=2)
   assert found, str(found)
   assert [row.name for row in found.metrics] == ["loss", "largest"]
@@ -67,9 +69,7 @@ def test_difference_in_loss_statistics_and_updates_is_named():
     model.seen[...] += 1 + off
     return loss * (1 + off), metrics
 
-  sgd = optax.sgd(1.0)
-  two = plan_of({"data": 2, "fsdp": 2}, sgd), plan_of({"data": 4, "fsdp": 2}, sgd)
-  found = nxp.check_step(*two, other, X)
+  found = nxp.check_step(*two_plans(Net, optax.sgd(1.0), ("data", "fsdp")), other, X)
   assert [row.name for row in found.metrics if not row] == ["loss"]
   assert {"seen", "down.kernel"} <= {row.name for row in found.leaves if not row}
   with pytest.raises(nxp.errors.TrainError, match=r"(?s)different numbers.*down\.kernel.*different"):
@@ -92,15 +92,8 @@ def doubled_on_four(model, x):
   return (y.astype(jnp.float32) ** 2).mean()
 
 
-def two_plans(init, tx):
-  sizes = {"data": 2, "fsdp": 2}, {"data": 4, "fsdp": 2}
-  rules = [nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp("fsdp", min_size=0)]
-  return [
-    nxp.plan(
-      init, nxp.make_mesh(mesh, devices=jax.devices()[: math.prod(mesh.values())]), rules, optimizer=tx
-    )
-    for mesh in sizes
-  ]
+def loss_of_square(model, x):
+  return (model(x).astype(jnp.float32) ** 2).mean()
 
 
 @pytest.mark.slow
@@ -115,17 +108,11 @@ def test_wrong_gradient_shows_in_a_small_change(dtype, rate):
   assert not any(row.note for row in right.leaves)
 
 
-def loss_of_square(model, x):
-  return (model(x).astype(jnp.float32) ** 2).mean()
-
-
 def test_change_below_the_rounding_of_a_parameter_is_said_to_be_unseen():
-  found = nxp.check_step(
-    *two_plans(lambda: Wrong("bfloat16"), optax.sgd(1e-6)), loss_of_square, X.astype("bfloat16")
-  )
-  assert [row.note for row in found.leaves if row.name == "up.kernel"] == [
-    "not decided: no change above the rounding of bfloat16"
-  ]
+  two = two_plans(lambda: Wrong("bfloat16"), optax.sgd(1e-6))
+  found = nxp.check_step(*two, loss_of_square, X.astype("bfloat16"))
+  (note,) = (row.note for row in found.leaves if row.name == "up.kernel")
+  assert note == "not decided: no change above the rounding of bfloat16"
   assert "2 of 3 arrays changed by the same" in str(found)
 
 
@@ -187,9 +174,7 @@ def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):
 
 @pytest.mark.slow
 def test_a_coarse_reduction_is_compared_with_one_device_that_reduces_nothing():
-  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(),
-                  optimizer=optax.adam(1e-3))  # fmt: skip
-  batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
-  found = nxp.check_step(plan, None, lambda model, x: (model(x) ** 2).mean(), batch, reduction="bfloat16")
+  plan = nxp.plan(Wrong, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.adam(1e-3))
+  found = nxp.check_step(plan, None, loss_of_square, X, reduction="bfloat16")
   assert found
   assert "changed by the same, to 1e-01" in str(found)

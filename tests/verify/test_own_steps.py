@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from create.models import arrays_of
 from tests.train.test_known_faults import Adapted, Mapped
 from training import placed
 
@@ -55,23 +56,19 @@ def squares(model: Any, x: jax.Array) -> jax.Array:
   return (jnp.sin(model(x)) ** 2).mean()
 
 
-def values(model: nnx.Module) -> dict[str, Any]:
-  return {
-    ".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))
-  }
-
-
 def gradients(plan: nxp.Plan, x: Any, loss: Any) -> dict[str, Any]:
   """What a step of one's own with a learning rate of 1 subtracts."""
   model, optimizer = placed(plan)
-  before = values(model)
+  names = [leaf.name for leaf in plan.leaves if leaf.is_parameter]
+  before = arrays_of(model)
 
   @nnx.jit
   def step(model: Any, optimizer: Any, x: Any) -> None:
     optimizer.update(model, nnx.grad(loss)(model, x))
 
   step(model, optimizer, nxp.shard_batch(x, plan))
-  return {name: before[name] - after for name, after in values(model).items()}
+  after = arrays_of(model)
+  return {name: before[name] - after[name] for name in names}
 
 
 @pytest.mark.slow

@@ -91,11 +91,15 @@ def collectives(
   origins = Origins(program)
   found: list[Collective] = []
   for run in program.executed():
-    match = _KIND.match(run.instruction.opcode)
-    across = _TRANSFER.search(run.instruction.rest) if run.instruction.opcode == "send" else None
-    if (not match and not across) or _LATER_STEP.search(run.instruction.rest):
+    opcode, rest = run.instruction.opcode, run.instruction.rest
+    if match := _KIND.match(opcode):
+      kind = match[1]
+    elif opcode == "send" and (across := _TRANSFER.search(rest)):
+      kind = _ACROSS.get(across[1], across[1].lower())
+    else:
       continue
-    kind = match[1] if match else _ACROSS.get(across[1], across[1].lower()) if across else ""
+    if _LATER_STEP.search(rest):
+      continue
     collective = _describe(program, run, kind, finder, slices, origins)
     if collective.group_size > 1:
       found.append(collective)

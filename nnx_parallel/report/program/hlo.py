@@ -156,10 +156,10 @@ class Program:
   computations: Mapping[str, Computation]
   entry: Computation
   frames: Mapping[int, str]
+  # the devices of the program, or of one of several slices; 0 if the text does not give the number
   partitions: int = 0
-  """The devices of the program, or of one of several slices; 0 if the text does not give the number."""
+  # the place of each result that takes an argument's memory, and the number of the argument
   aliases: tuple[tuple[int, int], ...] = ()
-  """The place of each result that takes an argument's memory, and the number of the argument."""
 
   @functools.cached_property
   def reachable(self) -> tuple[Computation, ...]:

@@ -81,7 +81,7 @@ X = np.ones((8, 8), np.float32)
 TOKENS = np.ones((8, 3), np.int32)
 WEIGHTS = {name: np.ones((4, 8, 8), np.float32) for name in ("up", "down")}
 SIZES = np.full(4, 2, np.int32)
-REFERENCE = Path(__file__).parent / "interop" / "references" / "llama"
+REFERENCE = Path(__file__).parents[1] / "interop" / "references" / "llama"
 RULE = nxp.interop.Rule("h.{i}.w", "h.{i}.k")
 
 
@@ -613,4 +613,4 @@ def test_every_public_function_is_fed_or_has_a_reason(files):
   assert public_callables().keys() == known | without
   count = sum(len(Call(name, files).arguments) for name in FED)
   text = f"{len(FED)} functions, {count} arguments, {len(VALUES)} odd values: {count * len(VALUES):,} calls"
-  assert text in (Path(__file__).parent / "DEFECTS.md").read_text(), text
+  assert text in (Path(__file__).parents[1] / "DEFECTS.md").read_text(), text
