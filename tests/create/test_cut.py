@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import types
 from collections.abc import Callable
 
 import jax
@@ -235,6 +236,18 @@ def test_no_more_bytes_than_a_limit_are_under_way(limit, waits, monkeypatch):
     programs = [slices.lower_slice(found, group[0], shardings).compile() for group in found.groups]
   assert len(slices.run_slices(found, programs, shardings)) == 3
   assert len(waited) == waits
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_an_array_of_one_process_goes_to_the_devices_of_several_by_its_shards(local, monkeypatch):
+  """jax refuses to move a committed array there."""
+  moved = []
+  monkeypatch.setattr(slices, "put", lambda x, where: moved.append("by shards"))
+  monkeypatch.setattr(slices.jax, "device_put", lambda x, where: moved.append("by jax"))
+  where, array = types.SimpleNamespace(is_fully_addressable=local), jnp.ones(2)
+  slices._input(array, where)
+  slices._input(np.ones(2), where)
+  assert moved == ["by jax" if local else "by shards", "by jax"]
 
 
 def test_many_keys_do_not_tie_variables_together():
