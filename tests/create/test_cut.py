@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import types
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from create.models import Stack, arrays_of, assert_same_arrays
+from nnx_parallel.core.jaxprs import inner_equations
+from nnx_parallel.core.mesh import use_mesh
+from nnx_parallel.create import slices
 from nnx_parallel.create.constructor import cut_plan
 
 MESH = functools.partial(nxp.make_mesh, fsdp=8)
@@ -119,6 +123,22 @@ class Computed(nnx.Module):
     self.mask = nnx.Variable(jnp.tril(jnp.ones((16, 16), bool)))
 
 
+class Pair(nnx.Module):
+  """Two arrays of one compiled function."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    make = jax.jit(lambda key: (jax.random.normal(key, (16, 64)), jnp.ones((16, 64)) * 2))
+    self.drawn, self.twos = map(nnx.Param, make(rngs.params()))
+
+
+class Rounded(nnx.Module):
+  """Products, and a sum of them, each of which rounds."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    one, two = (jax.random.normal(rngs.params(), (16, 64)) for _ in range(2))
+    self.kernel = nnx.Param(one * 0.1 + two * 0.3 * 0.7)
+
+
 def old_random_numbers() -> nnx.Module:
   with jax.threefry_partitionable(False):
     rngs = nnx.Rngs(jax.random.split(jax.random.key(0), 4)[2])
@@ -131,6 +151,8 @@ CONSTRUCTORS: dict[str, Callable[[], nnx.Module]] = {
   "old random numbers": old_random_numbers,
   "lora": lambda: nnx.LoRALinear(32, 64, lora_rank=4, rngs=nnx.Rngs(0)),
   "lstm": lambda: Lstm(nnx.Rngs(0, params=1, dropout=2)),
+  "pair": lambda: Pair(nnx.Rngs(0)),
+  "rounded": lambda: Rounded(nnx.Rngs(0)),
   "scaled": lambda: Scaled(nnx.Rngs(0)),
   "stack": lambda: Stack(3, 16, nnx.Rngs(5, params=1, dropout=2)),
   "stacked": lambda: Stacked(4, 16),
@@ -145,7 +167,7 @@ def test_constructors(name):
   with nnx.use_eager_sharding(False):
     expected = arrays_of(init())
   # jax 0.10 may fuse arithmetic around an initializer, which rounds otherwise without optimizations of LLVM.
-  fused = name == "computed" and jax.__version_info__ < (0, 12)
+  fused = name in ("computed", "rounded") and jax.__version_info__ < (0, 12)
   assert_same_arrays(arrays_of(created(init)), expected, atol=2e-7 if fused else 0.0)
 
 
@@ -183,6 +205,49 @@ def test_a_large_compiled_constructor_is_opened():
   assert len(programs(plan)) == number(12)
   with nnx.use_eager_sharding(False):
     assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(Stack(12, 16, nnx.Rngs(0))))
+
+
+def names(operations):
+  """Of operations, and of those that they run."""
+  return [eqn.primitive.name for op in operations for eqn in (op, *inner_equations(op))]
+
+
+def test_an_array_is_made_without_what_it_does_not_need():
+  """Also of a compiled function of two results."""
+  plan = nxp.plan(CONSTRUCTORS["pair"], MESH(), RULES)
+  sliced = cut_plan(plan, [leaf.sharding for leaf in plan.leaves])
+  draws = {
+    plan.leaves[one.output].name: any("random" in name for name in names(one.operations))
+    for group in sliced.groups
+    for one in group
+  }
+  assert draws == {"drawn": True, "twos": False}
+
+
+@pytest.mark.parametrize(("limit", "waits"), [(4095, 3), (4096, 1), (8192, 1), (12288, 0)])
+def test_no_more_bytes_than_a_limit_are_under_way(limit, waits, monkeypatch):
+  """Of three arrays of 4096 bytes, on the way to all devices at once."""
+  plan = nxp.plan(lambda: Kernels(INIT.normal()), MESH(), RULES)
+  shardings, waited = [leaf.sharding for leaf in plan.leaves], []
+  found = cut_plan(plan, shardings)
+  monkeypatch.setattr(slices, "IN_FLIGHT", limit)
+  monkeypatch.setattr(slices.jax, "block_until_ready", waited.append)
+  with use_mesh(plan.mesh):
+    programs = [slices.lower_slice(found, group[0], shardings).compile() for group in found.groups]
+  assert len(slices.run_slices(found, programs, shardings)) == 3
+  assert len(waited) == waits
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_an_array_of_one_process_goes_to_the_devices_of_several_by_its_shards(local, monkeypatch):
+  """jax refuses to move a committed array there."""
+  moved = []
+  monkeypatch.setattr(slices, "put", lambda x, where: moved.append("by shards"))
+  monkeypatch.setattr(slices.jax, "device_put", lambda x, where: moved.append("by jax"))
+  where, array = types.SimpleNamespace(is_fully_addressable=local), jnp.ones(2)
+  slices._input(array, where)
+  slices._input(np.ones(2), where)
+  assert moved == ["by jax" if local else "by shards", "by jax"]
 
 
 def test_many_keys_do_not_tie_variables_together():

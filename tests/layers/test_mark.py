@@ -317,6 +317,24 @@ def test_the_carry_of_a_scan_of_the_model_is_offloaded():
   assert names(jaxpr).count("tanh") - names(trace(net)[0]).count("tanh") == 1
 
 
+def test_marks_of_equal_layers_are_equal_for_a_jit_of_the_model():
+  """Else it would be traced for each of them."""
+  calls = []
+
+  @nnx.jit
+  def of(layer, x):
+    calls.append(layer)
+    return layer(x)
+
+  def run(layers, x):
+    for layer in layers:
+      x = of(layer, x)
+    return x
+
+  trace(Net(4, run, lambda rngs, n: Layer(rngs)), remat="full")
+  assert len(calls) == 1
+
+
 def test_offloaded_layers_in_a_scan_have_no_barriers():
   """A scan keeps its passes apart, and a barrier in each pass would stop fusions."""
   eqns = [*equations(trace(Stacked(), remat="offload")[0])]
