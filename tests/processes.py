@@ -47,9 +47,7 @@ for line in sys.stdin:
 """
 
 
-class Group:
-  """Processes with eight devices together that run the same Python code."""
-
+class Group:  # Processes with eight devices together that run the same Python code
   def __init__(self, count: int) -> None:
     with socket.socket() as probe:
       probe.bind(("localhost", 0))

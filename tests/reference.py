@@ -44,9 +44,7 @@ SECTIONS = {
 }
 
 
-class _Shown:
-  """A default value as it is written in code."""
-
+class _Shown:  # A default value as it is written in code
   def __init__(self, value: object):
     self.value = value
 

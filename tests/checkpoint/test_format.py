@@ -80,12 +80,9 @@ def test_damage_to_a_step_of_format_5_is_named(tmp_path, name):
     file.extractall(tmp_path)
   flip(tmp_path / "7" / "model" / name, bit=8 * 20 + 6)
   with nxp.Checkpointer(tmp_path) as checkpointer:
-    for found in (
-      lambda: checkpointer.restore(as_numpy=True),
-      lambda: checkpointer.restore(model(), optimizer="drop"),
-    ):
+    for target, options in ((None, {"as_numpy": True}), (model(), {"optimizer": "drop"})):
       with pytest.raises(CheckpointError, match=r"step 7 is damaged: .*layers.0.kernel"):
-        found()
+        checkpointer.restore(target, **options)
     assert any("layers.0.kernel" in what for what in checkpointer.verify())
 
 

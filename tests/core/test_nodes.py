@@ -29,9 +29,7 @@ def mesh():
 
 
 def spec_of(**metadata):
-  def init():
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=metadata)
-
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=metadata)
   return nxp.plan(init, mesh(), RULES)["kernel"].spec
 
 
@@ -41,20 +39,13 @@ def test_every_historic_key_is_read(key):
   assert spec_of(**{key: ("embed", "mlp")}) == Spec("fsdp", "tensor")
 
 
-@pytest.mark.parametrize(
-  ("value", "spec"),
-  [
-    (("embed", "mlp"), Spec("fsdp", "tensor")),
-    (["embed", None], Spec("fsdp", None)),
-    (Spec("fsdp"), Spec("fsdp", None)),
-    (Spec(None, ("fsdp", "tensor")), Spec(None, ("fsdp", "tensor"))),
-    (Spec(), Spec(None, None)),
-    ((), Spec(None, None)),
-    (("embed",), Spec("fsdp", None)),
-    ((("embed", "mlp"), None), Spec(("fsdp", "tensor"), None)),
-    (None, Spec(None, None)),
-  ],
-)
+@pytest.mark.parametrize(("value", "spec"), [
+  (("embed", "mlp"), Spec("fsdp", "tensor")), (["embed", None], Spec("fsdp", None)),
+  (Spec("fsdp"), Spec("fsdp", None)),
+  (Spec(None, ("fsdp", "tensor")), Spec(None, ("fsdp", "tensor"))), (Spec(), Spec(None, None)),
+  ((), Spec(None, None)), (("embed",), Spec("fsdp", None)),
+  ((("embed", "mlp"), None), Spec(("fsdp", "tensor"), None)), (None, Spec(None, None)),
+])  # fmt: skip
 def test_every_form_of_value_is_read(value, spec):
   assert spec_of(out_sharding=value) == spec
 
@@ -89,22 +80,16 @@ def test_a_variables_own_rules_must_agree():
     spec_of(**metadata)
 
 
-@pytest.mark.parametrize(
-  ("metadata", "message"),
-  [
-    ({"out_shardings": ("embed", "mlp")}, r"key 'out_shardings' means nothing.*\n.*\n.*'out_sharding'\?"),
-    ({"sharding_name": ("embed", "mlp")}, r"key 'sharding_name' means nothing.*\n.*\n.*'sharding_names'\?"),
-    ({"out_sharding": "embed"}, r"for each dim, not 'embed'.\n  Fix: out_sharding=\('embed', None\)"),
-    ({"out_sharding": 3}, r"out_sharding must be one name .* not 3"),
-    ({"out_sharding": ("embed", 3)}, r"3 in out_sharding is not a name"),
-    (
-      {"out_sharding": ("embed",) * 3},
-      r"kernel: 3 names for an array of 2 dims.\n.*\n  Fix: write 2 entries",
-    ),
-    ({"out_sharding": ("embed", "mpl")}, r"dim 1 is named 'mpl', .*\n.*\n.*did you mean 'mlp'\?"),
-    ({"out_sharding": Spec("fsdp", None, None)}, r"3 names for an array of 2 dims"),
-  ],
-)
+@pytest.mark.parametrize(("metadata", "message"), [
+  ({"out_shardings": ("embed", "mlp")}, r"key 'out_shardings' means nothing.*\n.*\n.*'out_sharding'\?"),
+  ({"sharding_name": ("embed", "mlp")}, r"key 'sharding_name' means nothing.*\n.*\n.*'sharding_names'\?"),
+  ({"out_sharding": "embed"}, r"for each dim, not 'embed'.\n  Fix: out_sharding=\('embed', None\)"),
+  ({"out_sharding": 3}, r"out_sharding must be one name .* not 3"),
+  ({"out_sharding": ("embed", 3)}, r"3 in out_sharding is not a name"),
+  ({"out_sharding": ("embed",) * 3}, r"kernel: 3 names for an array of 2 dims.\n.*\n  Fix: write 2 entries"),
+  ({"out_sharding": ("embed", "mpl")}, r"dim 1 is named 'mpl', .*\n.*\n.*did you mean 'mlp'\?"),
+  ({"out_sharding": Spec("fsdp", None, None)}, r"3 names for an array of 2 dims"),
+])  # fmt: skip
 def test_what_flax_would_ignore_or_garble_is_an_error(metadata, message):
   with pytest.raises(ShardingError, match=message):
     spec_of(**metadata)
@@ -117,9 +102,7 @@ def test_other_metadata_is_none_of_our_business():
 
 
 def test_names_survive_creation_and_can_be_planned_again_on_another_mesh():
-  def init():
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
-
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
   model = nxp.create_sharded_model(init, mesh(), RULES)
   assert model.kernel.out_sharding == ("embed", "mlp")
   assert names_of(model.kernel, where="kernel") == (("embed", "mlp"), (), {})
@@ -174,9 +157,7 @@ def test_a_shared_submodule_gives_its_variables_two_paths():
 
 @pytest.mark.slow
 def test_an_annotated_model_runs_without_a_mesh_and_keeps_its_names():
-  def init():
-    return LM(61, 8, 2, nnx.Rngs(0))
-
+  init = lambda: LM(61, 8, 2, nnx.Rngs(0))
   model = unsharded(init)
   assert model.embed.embedding.out_sharding == ("vocab", "embed")
   assert len(model.embed.embedding[...].sharding.device_set) == 1
@@ -200,9 +181,7 @@ def test_planning_ignores_whatever_mesh_is_active():
     assert spec_of(**named("embed", "mlp")) == Spec("fsdp", "tensor")
 
 
-class Nested(nnx.Module):
-  """Parts in every kind of container, some of them twice."""
-
+class Nested(nnx.Module):  # Parts in every kind of container, some of them twice
   def __init__(self, rngs: nnx.Rngs):
     self.plain = nnx.data([nnx.Linear(2, 2, rngs=rngs), {"b": nnx.Param(1.0), "a": (nnx.Param(2.0),)}])
     self.again = self.plain[0]
@@ -233,9 +212,7 @@ def test_a_variable_twice_in_one_plain_container_is_tied(container):
 
 
 def test_annotations_of_other_code_are_noted():
-  def init():
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata={"pspec": ("embed", "mlp")})
-
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata={"pspec": ("embed", "mlp")})
   plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0))
   assert other_notes(plan) == (
     "metadata that flax does not read (an annotation is out_sharding=...): kernel pspec=('embed', 'mlp')",

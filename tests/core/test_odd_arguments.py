@@ -62,9 +62,7 @@ def loss_fn(model, x):
   return (model(x) ** 2).mean()
 
 
-class Sum(nnx.Module):
-  """The next token is the sum of the tokens so far, modulo 8."""
-
+class Sum(nnx.Module):  # The next token is the sum of the tokens so far, modulo 8
   def __init__(self):
     self.total = nnx.Cache(jnp.zeros((8,), jnp.int32))
 
@@ -94,9 +92,7 @@ def averaged(wrap):
   return nnx.Optimizer(model, wrap(optax.sgd(0.1)), wrt=nnx.Param)
 
 
-class Files:
-  """Files that functions read, and a name for those that they write."""
-
+class Files:  # Files that functions read, and a name for those that they write
   def __init__(self, folder: Path):
     self.folder, self.count = folder, itertools.count()
     model, optimizer = MADE()
@@ -498,9 +494,7 @@ def is_users(error: Exception) -> bool:
   return __file__ in files[ours:] or str(error).startswith(called)
 
 
-class Call:
-  """A public function with arguments that work, any of which can be replaced."""
-
+class Call:  # A public function with arguments that work, any of which can be replaced
   def __init__(self, name: str, files: Files):
     self.name, self.values = name, given(files)
     self.function, self.owner = FED[name]

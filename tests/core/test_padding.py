@@ -80,10 +80,9 @@ def one_device():
 
 @pytest.mark.cases(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("name", "make_step"),
-  [("adamw and clip", make_ours), ("adamw and clip", lambda: plain_step(loss_fn)), ("adafactor", make_ours)],
-)
+@pytest.mark.parametrize(("name", "make_step"), [
+  ("adamw and clip", make_ours), ("adamw and clip", lambda: plain_step(loss_fn)), ("adafactor", make_ours),
+])  # fmt: skip
 def test_a_vocabulary_of_50257_on_8_devices_trains_as_on_one(one_device, name, make_step):
   expected, reference, _ = one_device(name)
   losses, model, optimizer = train(nxp.make_mesh(tensor=8), OPTIMIZERS[name](), make_step())
@@ -106,14 +105,9 @@ def test_slicing_adds_no_collective():
   """The compiled step of a padded table is the one of a table that divides, but for its sizes."""
 
   def collectives(vocab):
-    def init():
-      return nnx.Embed(vocab, 8, rngs=nnx.Rngs(0), embedding_metadata=named("vocab", None))
-
+    init = lambda: nnx.Embed(vocab, 8, rngs=nnx.Rngs(0), embedding_metadata=named("vocab", None))
     model = nxp.create_sharded_model(init, nxp.make_mesh(tensor=8), RULES, uneven="pad")
-
-    def loss(model, tokens):
-      return jax.nn.log_softmax(model(tokens) @ model.embedding[...].T).mean()
-
+    loss = lambda model, tokens: jax.nn.log_softmax(model(tokens) @ model.embedding[...].T).mean()
     graphdef, state = nnx.split(model)
 
     def step(state, tokens):
@@ -130,9 +124,7 @@ def test_slicing_adds_no_collective():
 
 
 def linear(**kwargs):
-  def init():
-    return nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "tensor"))
-
+  init = lambda: nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "tensor"))
   return nxp.create_sharded_model(init, nxp.make_mesh(tensor=8, **kwargs), uneven="pad")
 
 
@@ -194,9 +186,7 @@ def test_values_are_set_at_the_logical_shape_and_stay_sharded():
 
 
 def test_statistics_that_a_module_writes_stay_padded_and_right():
-  def init():
-    return nnx.BatchNorm(30, rngs=nnx.Rngs(0))
-
+  init = lambda: nnx.BatchNorm(30, rngs=nnx.Rngs(0))
   names = nxp.PathRules([(".*", ("tensor",))])
   model = nxp.create_sharded_model(init, nxp.make_mesh(tensor=8), names, uneven="pad")
   alone, x = init(), jax.random.normal(jax.random.key(1), (16, 30))
@@ -222,9 +212,7 @@ def test_stacked_padded_layers_run_under_vmap_and_scan():
   def make(key):
     return nnx.Linear(6, 6, rngs=nnx.Rngs(key), kernel_metadata=named(None, "tensor"))
 
-  def init():
-    return make(jax.random.split(jax.random.key(0), 3))
-
+  init = lambda: make(jax.random.split(jax.random.key(0), 3))
   model = nxp.create_sharded_model(init, nxp.make_mesh(tensor=8), nxp.replicate(), uneven="pad")
   with nnx.use_eager_sharding(False):
     alone = init()
@@ -297,9 +285,7 @@ def test_a_shape_that_does_not_tell_where_the_padding_is_is_an_error():
     crop(jnp.zeros((4, 4)), (6, 7), (8, 8))
 
 
-class Raw(nnx.Module):
-  """An array in a Variable, and one that the module holds as it is."""
-
+class Raw(nnx.Module):  # An array in a Variable, and one that the module holds as it is
   def __init__(self, rngs):
     self.table = nnx.data(jnp.ones((5, 6)))
     self.weight = nnx.Param(jnp.ones((5, 6)))
@@ -340,9 +326,7 @@ def test_one_name_may_be_padded_and_the_rest_be_errors():
   assert plan["kernel"].storage_shape == (32, 6)
 
 
-class OddNet(nnx.Module):
-  """Nothing here divides by 8, one array is no Variable, and the table has odd rows."""
-
+class OddNet(nnx.Module):  # Nothing here divides by 8, one array is no Variable, and the table has odd rows
   def __init__(self, rngs):
     self.embed, self.up = nnx.Embed(13, 6, rngs=rngs), nnx.Linear(6, 15, rngs=rngs)
     self.raw = nnx.data(jnp.ones((1, 1, 15)))

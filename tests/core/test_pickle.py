@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 
 
-class Net(nnx.Module):
-  """A Variable with names, and one without."""
-
+class Net(nnx.Module):  # A Variable with names, and one without
   def __init__(self, rngs):
     metadata = {"out_sharding": ("embed", "mlp")}
     self.named = nnx.Linear(8, 8, kernel_metadata=metadata, rngs=rngs)

@@ -191,9 +191,7 @@ def test_a_rule_gives_the_program_with_another_function(seed):
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_walk_keeps_gradients_also_those_of_custom_rules(seed):
-  def gradients(run):
-    return jax.jit(jax.grad(lambda xs: sum(x.sum() for x in run(*xs))))(INPUTS)
-
+  gradients = lambda run: jax.jit(jax.grad(lambda xs: sum(x.sum() for x in run(*xs))))(INPUTS)
   function = drawn(seed, more=())
   again = jax.extend.core.jaxpr_as_fun(rewrite(traced(function), lambda eqn, inputs: DEFAULT))
   assert_same(gradients(again), gradients(function))

@@ -22,9 +22,7 @@ SHAPES = {"delta_orthogonal": (3, 3, 8, 16), "orthogonal": (32, 32), "stacked": 
 INIT = nnx.initializers
 
 
-class Kernels(nnx.Module):
-  """Three kernels of one initializer, in an order that names do not follow."""
-
+class Kernels(nnx.Module):  # Three kernels of one initializer, in an order that names do not follow
   def __init__(self, make: Callable[..., jax.Array], shape: tuple[int, ...] = (16, 64)):
     rngs = nnx.Rngs(0)
     for name in "zxy":
@@ -64,26 +62,20 @@ def test_initializers(name):
   assert [runs for runs, _ in programs(nxp.plan(init, MESH(), RULES))] == [3]
 
 
-class Scaled(nnx.Module):
-  """Each layer's scale depends on its depth, as in GPT-2."""
-
+class Scaled(nnx.Module):  # Each layer's scale depends on its depth, as in GPT-2
   def __init__(self, rngs: nnx.Rngs):
     inits = [INIT.normal(0.02 / (i + 1) ** 0.5) for i in range(4)]
     self.layers = nnx.List(nnx.Linear(32, 64, kernel_init=init, rngs=rngs) for init in inits)
 
 
-class Lstm(nnx.Module):
-  """A recurrent cell: orthogonal recurrent kernels, and streams of its own."""
-
+class Lstm(nnx.Module):  # A recurrent cell: orthogonal recurrent kernels, and streams of its own
   def __init__(self, rngs: nnx.Rngs):
     self.cell = nnx.OptimizedLSTMCell(16, 32, rngs=rngs)
     self.norm = nnx.BatchNorm(32, rngs=rngs)
     self.drop = nnx.Dropout(0.5, rngs=rngs)
 
 
-class Stacked(nnx.Module):
-  """Layers stacked by nnx.vmap, and by nnx.scan-like splits of the streams."""
-
+class Stacked(nnx.Module):  # Layers stacked by nnx.vmap, and by nnx.scan-like splits of the streams
   def __init__(self, depth: int, width: int):
     @nnx.split_rngs(splits=depth)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -93,9 +85,7 @@ class Stacked(nnx.Module):
     self.layers = make(nnx.Rngs(0))
 
 
-class Compiled(nnx.Module):
-  """Blocks from a constructor that the user compiled already."""
-
+class Compiled(nnx.Module):  # Blocks from a constructor that the user compiled already
   def __init__(self, rngs: nnx.Rngs):
     make = nnx.jit(lambda rngs: nnx.Linear(16, 64, rngs=rngs))
     self.blocks = nnx.List(make(rngs) for _ in range(3))
@@ -193,9 +183,7 @@ def test_many_keys_do_not_tie_variables_together():
   assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(init()))
 
 
-class Talkative(nnx.Module):
-  """Has a side effect in its constructor."""
-
+class Talkative(nnx.Module):  # Has a side effect in its constructor
   def __init__(self, rngs: nnx.Rngs):
     self.linear = nnx.Linear(16, 64, rngs=rngs)
     jax.debug.callback(lambda x: None, self.linear.kernel[...].sum())

@@ -15,9 +15,7 @@ import nnx_parallel as nxp
 from create.models import arrays_of
 
 
-class Net(nnx.Module):
-  """One kernel with names, one without, and a vector."""
-
+class Net(nnx.Module):  # One kernel with names, one without, and a vector
   def __init__(self, rngs: nnx.Rngs):
     self.up = nnx.Linear(128, 256, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
     self.down = nnx.Linear(256, 128, rngs=rngs)

@@ -82,9 +82,7 @@ def test_many_files_have_an_index_that_others_read(tmp_path):
 
 
 def test_padding_is_cut_and_added(tmp_path):
-  def init():
-    return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "x")})
-
+  init = lambda: nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "x")})
   plan = nxp.plan(init, nxp.make_mesh(x=8), uneven="pad")
   model = nxp.create_sharded_model(plan)
   export_safetensors(tmp_path / "out", model)

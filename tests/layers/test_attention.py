@@ -128,9 +128,7 @@ CASES = {
 
 
 def loss_of(attention):
-  def loss(arrays, direction):
-    return (attention(*arrays) * direction).sum()
-
+  loss = lambda arrays, direction: (attention(*arrays) * direction).sum()
   return loss
 
 
@@ -215,9 +213,7 @@ def test_forward_mode_agrees():
     def __init__(self):
       self.q, self.k, self.v = nnx.Param(Q), nnx.Param(K), nnx.Param(V)
 
-  def loss(model, x):
-    return (attend(model.q[...], model.k[...], model.v[...]) * x).sum()
-
+  loss = lambda model, x: (attend(model.q[...], model.k[...], model.v[...]) * x).sum()
   direction = np.linspace(-1, 1, Q.size, dtype=np.float32).reshape(Q.shape)
   assert nxp.check_gradients(Attention(), direction, nxp.with_layers(loss, attention=5))
 

@@ -26,9 +26,7 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-  """An attention with a mask."""
-
+class Case:  # An attention with a mask
   way: str
   shards: int  # of the mesh axis; 1: no mesh
   rows: int

@@ -62,10 +62,7 @@ def test_values_and_gradients(name):
   shape, options, reason = FORMS[name]
   given = arrays(**shape)
   factor = np.random.default_rng(2).normal(size=given[0].shape).astype(np.float32)
-
-  def loss(given, factor):
-    return (attend(*given, **options).astype(jnp.float32) * factor).sum()
-
+  loss = lambda given, factor: (attend(*given, **options).astype(jnp.float32) * factor).sum()
   used = LayersUsed()
   fused = with_options(loss, LayerOptions(attention="fused"), used)
   program = jax.jit(jax.value_and_grad(fused)).lower(given, factor).compile()

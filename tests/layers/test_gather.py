@@ -130,17 +130,13 @@ def test_a_custom_rule_gets_its_parameter_gathered():
 
 
 def test_a_loop_that_carries_a_parameter_gets_it_gathered():
-  def step(carry, _):
-    return jax.checkpoint(lambda w, t: (w, t + w.sum()))(*carry), None
-
+  step = lambda carry, _: (jax.checkpoint(lambda w, t: (w, t + w.sum()))(*carry), None)
   found = gathered(lambda p, x: jax.lax.scan(step, (p["w"], x[0, 0]), None, length=2)[0][1], {"w": FT})
   assert found == [("", "float32[16,8]", P(None, "tensor"))]
 
 
 def test_a_parameter_that_a_branch_chooses_is_refused_unless_both_are_alike():
-  def loss(p, x):
-    return x @ jax.lax.cond(x[0, 0] > 0, lambda v, w: v, lambda v, w: w, p["v"], p["w"])
-
+  loss = lambda p, x: x @ jax.lax.cond(x[0, 0] > 0, lambda v, w: v, lambda v, w: w, p["v"], p["w"])
   assert gathered(loss, {"v": FT, "w": FT}) == PRODUCT
   with pytest.raises(
     nxp.errors.TrainError, match=r"dot_general .* reads a parameter that comes from a branch"

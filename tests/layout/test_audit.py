@@ -41,14 +41,11 @@ def test_creation_can_warn_once_and_points_at_the_caller():
   assert str(warning.message).startswith(said)
 
 
-@pytest.mark.parametrize(
-  ("rules", "options", "reason"),
-  [
-    ({"embed": "fsdp"}, {"uneven": "next"}, "4 does not divide 1022"),
-    ({"embed": "fsdp"}, {"uneven": "replicate"}, "4 does not divide 1022"),
-    ({"embed": nxp.LogicalRules.first("fsdp", None)}, {}, "'embed' -> None; not 'fsdp': 4 does not divide"),
-  ],
-)
+@pytest.mark.parametrize(("rules", "options", "reason"), [
+  ({"embed": "fsdp"}, {"uneven": "next"}, "4 does not divide 1022"),
+  ({"embed": "fsdp"}, {"uneven": "replicate"}, "4 does not divide 1022"),
+  ({"embed": nxp.LogicalRules.first("fsdp", None)}, {}, "'embed' -> None; not 'fsdp': 4 does not divide"),
+])  # fmt: skip
 def test_a_fallback_to_whole_warns_and_says_why(rules, options, reason):
   init = lambda: nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("embed", None))
   plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.LogicalRules(**rules), **options)

@@ -120,9 +120,7 @@ def test_a_variable_that_holds_a_tree_is_refused_with_what_to_do():
 
 
 def test_a_parameter_may_be_called_like_a_counter_of_the_optimizer():
-  def init():
-    return nnx.Dict(count=nnx.Param(jnp.ones((8, 8))), other=nnx.Param(jnp.ones((8, 8))))
-
+  init = lambda: nnx.Dict(count=nnx.Param(jnp.ones((8, 8))), other=nnx.Param(jnp.ones((8, 8))))
   plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0), optimizer=optax.adam(1e-3))
   assert plan["optimizer/opt_state.0.count"].decision.reason == "not parameter state"
   assert plan["optimizer/opt_state.0.mu.count"].parameter == ("count",)
@@ -140,9 +138,7 @@ def test_a_transformation_that_keeps_plain_arrays_has_the_layout_of_the_paramete
   assert plan["optimizer/opt_state.count"].parameter is None
 
 
-class NeedsNumbers(nnx.Module):
-  """A constructor that reads the value of an array."""
-
+class NeedsNumbers(nnx.Module):  # A constructor that reads the value of an array
   def __init__(self, rngs):
     size = int(jnp.prod(jnp.array([4, 8])))
     self.layer = nnx.Linear(size, size, rngs=rngs)
@@ -198,9 +194,7 @@ def test_plain_containers_of_a_module_that_is_no_pytree(make):
   assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
 
 
-class Table:
-  """A static object: neither a module nor a pytree."""
-
+class Table:  # A static object: neither a module nor a pytree
   def __init__(self, cos):
     self.cos = cos
 

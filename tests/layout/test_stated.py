@@ -91,9 +91,7 @@ def test_a_stated_sharding_is_the_layout_and_the_numbers_are_those_of_flax(name)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-class Mixed(nnx.Module):
-  """Metadata, a stated sharding, a rule, and nothing."""
-
+class Mixed(nnx.Module):  # Metadata, a stated sharding, a rule, and nothing
   def __init__(self, rngs):
     stated = functools.partial(nnx.initializers.lecun_normal(), out_sharding=P("model", None))
     named = {"out_sharding": ("data", None)}

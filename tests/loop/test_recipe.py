@@ -121,8 +121,6 @@ def test_a_recipe_for_planning_only_cannot_be_trained(recipe):
 
 
 def test_a_recipe_without_rules_is_planned_with_fsdp(recipe):
-  def init():
-    return nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
-
+  init = lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
   plan = plan_recipe(dataclasses.replace(recipe, rules=None, init=init), nxp.abstract_mesh(fsdp=8))
   assert plan["kernel"].spec == jax.P(None, "fsdp")

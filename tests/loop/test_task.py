@@ -12,9 +12,7 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import DecodeError, TrainError
 
 
-class Language(nnx.Module):
-  """Predicts from the token and the sum of those before it, which a cache keeps."""
-
+class Language(nnx.Module):  # Predicts from the token and the sum of those before it, which a cache keeps
   def __init__(self, rngs, cached=True):
     self.table = nnx.Param(jax.random.normal(rngs.params(), (32, 16)), out_sharding=("vocab", None))
     self.seen = nnx.Cache(jnp.zeros((8, 16)), out_sharding=("batch", None)) if cached else None

@@ -30,9 +30,7 @@ def test_a_sum_over_one_axis():
 
 
 def test_a_collective_in_a_loop_counts_once_per_pass():
-  def steps(x):
-    return jax.lax.fori_loop(0, 7, lambda _, y: y / y.sum(), x)
-
+  steps = lambda x: jax.lax.fori_loop(0, 7, lambda _, y: y / y.sum(), x)
   found = compiled(steps, (64,), P("model"), P("model"))
   assert [(c.kind, c.axes, c.times) for c in found] == [("all-reduce", ("model",), 7)]
 

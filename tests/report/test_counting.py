@@ -19,9 +19,7 @@ BATCH = jax.ShapeDtypeStruct((256, WIDTH), jnp.bfloat16)
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-class Net(nnx.Module):
-  """Scanned layers and a head in bfloat16."""
-
+class Net(nnx.Module):  # Scanned layers and a head in bfloat16
   def __init__(self):
     self.up = nnx.Param(jnp.zeros((DEPTH, WIDTH, WIDTH)), out_sharding=("layers", "embed", "mlp"))
     self.head = nnx.Param(jnp.zeros((WIDTH, WORDS)), out_sharding=("embed", "mlp"))
@@ -110,10 +108,7 @@ _DTYPES = [
 
 def _part(rng, x, deep=0):
   """Some operation on a (4, 4) array, as often of a loop or branch."""
-
-  def again(y):
-    return _part(rng, y, deep + 1) if deep < 2 else y
-
+  again = lambda y: _part(rng, y, deep + 1) if deep < 2 else y
   some = jnp.sum(x != jnp.zeros_like(x))  # a number that no compiler knows
   wide = x.astype("float32")
   dtype = rng.choice([*_FLOATS, "int32", "uint8"])

@@ -146,9 +146,7 @@ def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():
   assert not [note for note in make(optional=True).notes if "matches nothing" in note]
 
 
-class Beside(nnx.Module):
-  """A block with the layers of its MLP beside the attention, and a table."""
-
+class Beside(nnx.Module):  # A block with the layers of its MLP beside the attention, and a table
   def __init__(self):
     rngs = nnx.Rngs(0)
     self.blocks = nnx.List([nnx.Dict(attn=nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs))])

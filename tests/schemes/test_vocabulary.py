@@ -76,12 +76,12 @@ CASES = {
 }
 
 
+LAYOUTS = [("data, fsdp, tensor", 3, False), ("data, fsdp, tensor", 1, True), ("tensor", 3, True)]
+
+
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-  ("mesh", "parts", "explicit"),
-  [("data, fsdp, tensor", 3, False), ("data, fsdp, tensor", 1, True), ("tensor", 3, True)],
-)
+@pytest.mark.parametrize(("mesh", "parts", "explicit"), LAYOUTS)
 def test_losses_and_gradients_are_those_of_whole_logits(mesh, case, parts, explicit):
   vocab, options = CASES[case]
   x, head, labels = arrays(vocab)
@@ -123,18 +123,13 @@ def test_what_does_not_fit_is_an_error():
     jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x, head)
 
 
+TABLES = [("data, fsdp, tensor", 37, False), ("data, fsdp, tensor", 32, True), ("tensor", 5, True),
+          ("tensor", 32, False), ("no tensor", 37, True)]  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("mesh", "rows", "explicit"),
-  [
-    ("data, fsdp, tensor", 37, False),
-    ("data, fsdp, tensor", 32, True),
-    ("tensor", 5, True),
-    ("tensor", 32, False),
-    ("no tensor", 37, True),
-  ],
-)
+@pytest.mark.parametrize(("mesh", "rows", "explicit"), TABLES)
 def test_a_look_up_is_that_of_the_whole_table(mesh, rows, explicit):
   table, ids, weights = normal(rows, 8), jnp.asarray(RANDOM.integers(0, rows, (8, 5))), normal(8, 5, 8)
   wanted = jax.value_and_grad(lambda t: (t[ids] * weights).sum())(table)
@@ -145,9 +140,7 @@ def test_a_look_up_is_that_of_the_whole_table(mesh, rows, explicit):
   assert np.isnan(np.asarray(outside)).all(-1).tolist() == [[False, True], [True, False]]
 
 
-class Model(nnx.Module):
-  """Embedding, one layer, head; by whole logits, or by the scheme."""
-
+class Model(nnx.Module):  # Embedding, one layer, head; by whole logits, or by the scheme
   def __init__(self, vocab, rngs, tied=False):
     names = {"embedding_metadata": {"out_sharding": ("vocab", "embed"), "eager_sharding": False}}
     self.embed = nnx.Embed(vocab, 8, rngs=rngs, **names)
@@ -181,10 +174,9 @@ def losses_of(loss, plan, batch, steps=5, **options):
 
 @pytest.mark.slow
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("vocab", "uneven", "tied", "explicit"),
-  [(48, "error", False, True), (37, "pad", True, False), (37, "pad", False, True), (48, "error", True, True)],
-)
+@pytest.mark.parametrize(("vocab", "uneven", "tied", "explicit"), [
+  (48, "error", False, True), (37, "pad", True, False), (37, "pad", False, True), (48, "error", True, True),
+])  # fmt: skip
 def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explicit):
   init, batch = (lambda: Model(vocab, nnx.Rngs(0), tied)), batch_of(vocab)
   alone = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])

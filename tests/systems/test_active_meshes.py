@@ -43,9 +43,7 @@ LAYOUT = [RULES, nxp.replicate()]
 HOST = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 
-class Block(nnx.Module):
-  """Annotated parameters, an activation with names, batch statistics and random state."""
-
+class Block(nnx.Module):  # Annotated parameters, an activation with names, batch statistics and random state
   def __init__(self, rngs):
     names = {"out_sharding": ("embed", "mlp")}
     self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata=names)
@@ -58,9 +56,7 @@ class Block(nnx.Module):
     return self.down(self.dropout(nnx.relu(x)))
 
 
-class Net(nnx.Module):
-  """Two layers."""
-
+class Net(nnx.Module):  # Two layers
   def __init__(self):
     rngs = nnx.Rngs(0)
     self.blocks = nnx.List([Block(rngs), Block(rngs)])
@@ -105,9 +101,7 @@ def decoder_on(kind):
   return placed(nxp.plan(decoder.Model, mesh, decoder.rules_for(axes)))
 
 
-class Given:
-  """What a call gets: objects of its own, made before the mesh was left active."""
-
+class Given:  # What a call gets: objects of its own, made before the mesh was left active
   def __init__(self, kind, folder):
     self.kind, self.folder, self.plan, self.other = kind, folder, plan_on(kind), other_plan()
     self.mesh = self.plan.mesh

@@ -155,14 +155,11 @@ def longer(model):
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize(
-  ("edit", "line"),
-  [
-    (longer, "0.mu.extra.kernel: not in the state, but a parameter of the model needs it"),
-    (without_bias, "0.nu.up.bias: in the state, but no parameter of the model needs it"),
-    (wider, "0.mu.up.kernel: shape (8, 16), but its parameter needs (8, 32)"),
-  ],
-)
+@pytest.mark.parametrize(("edit", "line"), [
+  (longer, "0.mu.extra.kernel: not in the state, but a parameter of the model needs it"),
+  (without_bias, "0.nu.up.bias: in the state, but no parameter of the model needs it"),
+  (wider, "0.mu.up.kernel: shape (8, 16), but its parameter needs (8, 32)"),
+])  # fmt: skip
 @pytest.mark.parametrize("by_hand", [False, True], ids=["planned", "by hand"])
 def test_parameters_that_the_optimizer_does_not_know_are_an_error_that_says_what_to_call(edit, line, by_hand):
   plan, model, optimizer = wide()

@@ -13,9 +13,7 @@ from training import placed
 WIDTH = 64
 
 
-class Net(nnx.Module):
-  """A frozen trunk, a head, and a low-rank adapter beside the trunk."""
-
+class Net(nnx.Module):  # A frozen trunk, a head, and a low-rank adapter beside the trunk
   def __init__(self, rngs):
     self.trunk = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(4)])
     self.adapter = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)

@@ -41,9 +41,7 @@ def convolution(kernel: Any, x: Any, groups: int = 1) -> Any:
 
 
 def grouped_convolution() -> float:
-  def run(kernel: Any, x: Any) -> Any:
-    return jax.grad(convolution)(kernel, x, 4)
-
+  run = lambda kernel, x: jax.grad(convolution)(kernel, x, 4)
   mesh = nxp.make_mesh(data=2, model=4)
   return off(run, mesh, (normal(3, 1, 4), jax.P()), (normal(8, 6, 4), jax.P("data")), out=jax.P())
 
@@ -96,9 +94,7 @@ CANARIES = {
 }
 
 
-class Convolved(nnx.Module):
-  """A convolution over positions that a table over the tensor axis splits."""
-
+class Convolved(nnx.Module):  # A convolution over positions that a table over the tensor axis splits
   def __init__(self, rngs: nnx.Rngs):
     self.positions = nnx.Param(jax.random.normal(rngs.params(), (8, 16)), out_sharding=("mlp", None))
     self.kernel = nnx.Conv(16, 16, (3,), rngs=rngs)
@@ -107,22 +103,16 @@ class Convolved(nnx.Module):
     return self.kernel(x + self.positions[None])
 
 
-class Adapted(nnx.Module):
-  """A low-rank adapter beside its kernel, the two over different axes."""
-
+class Adapted(nnx.Module):  # A low-rank adapter beside its kernel, the two over different axes
   def __init__(self, rngs: nnx.Rngs):
-    def drawn(*names: str | None) -> nnx.Param[jax.Array]:
-      return nnx.Param(jax.random.normal(rngs.params(), (8, 8)), out_sharding=names)
-
+    drawn = lambda *names: nnx.Param(jax.random.normal(rngs.params(), (8, 8)), out_sharding=names)
     self.kernel, self.down, self.up = drawn(None, "mlp"), drawn(None, None), drawn("mlp", "embed")
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return x @ self.kernel + x @ self.down @ self.up
 
 
-class Mapped(Normed):
-  """A shard_map over the tensor axis alone: the batch's axes are left to XLA."""
-
+class Mapped(Normed):  # A shard_map over the tensor axis alone: the batch's axes are left to XLA
   def __call__(self, x: jax.Array) -> jax.Array:
     spec, mesh = jax.P(None, "tensor"), jax.sharding.get_abstract_mesh()
     sine: Any = jnp.sin
@@ -208,21 +198,15 @@ def test_a_plan_that_splits_the_taps_of_a_dilated_kernel_is_an_error(taps: int) 
   assert "Fix: shard its channels: a rule of None for the names of the spatial dims" in str(caught.value)
 
 
-class Images(nnx.Module):
-  """A convolution, and one of each group of channels, over positions."""
-
+class Images(nnx.Module):  # A convolution, and one of each group of channels, over positions
   def __init__(self, rngs: nnx.Rngs, groups: int = 1):
     self.conv = nnx.Conv(8, 8, (3,), feature_group_count=groups, rngs=rngs)
 
 
-@pytest.mark.parametrize(
-  "rules",
-  [
-    nxp.LogicalRules(batch="data", seq="tensor"),
-    [nxp.LogicalRules(batch="data", rows="tensor"), nxp.InputRules(map_3d=("batch", "rows", None))],
-  ],
-  ids=["seq", "inputs"],
-)
+@pytest.mark.parametrize("rules", [
+  nxp.LogicalRules(batch="data", seq="tensor"),
+  [nxp.LogicalRules(batch="data", rows="tensor"), nxp.InputRules(map_3d=("batch", "rows", None))],
+], ids=["seq", "inputs"])  # fmt: skip
 def test_a_plan_that_splits_the_windows_of_a_convolution_beside_an_idle_axis_is_an_error(rules: Any) -> None:
   def plan(groups: int = 1, **sizes: int) -> nxp.Plan:
     return nxp.plan(lambda: Images(nnx.Rngs(0), groups), nxp.make_mesh(**sizes), rules)
@@ -269,9 +253,7 @@ def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
     assert not nxp.plan(layer, nxp.make_mesh(**axes), nxp.fsdp([*axes][-1], min_size=0)).notes
 
 
-class LookedUpTwice(nnx.Module):
-  """Two tables over several axes of the batch, and a shard_map between."""
-
+class LookedUpTwice(nnx.Module):  # Two tables over several axes of the batch, and a shard_map between
   def __init__(self, rngs: nnx.Rngs):
     def drawn(rows: int, columns: Any) -> nnx.Param[jax.Array]:
       return nnx.Param(jax.random.normal(rngs.params(), (rows, 16)), out_sharding=(None, columns))

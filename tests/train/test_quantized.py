@@ -43,10 +43,7 @@ def test_products_are_low_and_train_like_one_device(dtype, mark):
   import qwix
 
   rule = qwix.QtRule(module_path=".*", weight_qtype=dtype, act_qtype=dtype, bwd_qtype=dtype)
-
-  def build():
-    return qwix.quantize_model(init(), qwix.QtProvider([rule]), jnp.zeros((1, 16)))
-
+  build = lambda: qwix.quantize_model(init(), qwix.QtProvider([rule]), jnp.zeros((1, 16)))
   with jax.numpy_dtype_promotion("standard"):
     one, _, _ = run(build, (1, 1, 1))
     many, text, plan = run(build, (2, 2, 2))
@@ -71,9 +68,7 @@ ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-class Block(nnx.Module):
-  """Attention of two heads and an MLP, in float64."""
-
+class Block(nnx.Module):  # Attention of two heads and an MLP, in float64
   def __init__(self, rngs):
     linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs, param_dtype=jnp.float64)
     self.qkv = linear(WIDTH, 3 * WIDTH, kernel_metadata=named("embed", "heads"))
@@ -90,9 +85,7 @@ class Block(nnx.Module):
     return x + self.down(jnp.tanh(self.up(x)))
 
 
-class Blocks(nnx.Module):
-  """Blocks in turn."""
-
+class Blocks(nnx.Module):  # Blocks in turn
   def __init__(self, rngs):
     self.blocks = nnx.List([Block(rngs) for _ in range(2)])
 

@@ -14,9 +14,7 @@ from train import models
 from train.models import RULES
 
 
-class Net(models.Net):
-  """Noise on the input, dropout in the middle."""
-
+class Net(models.Net):  # Noise on the input, dropout in the middle
   def __init__(self, rngs):
     super().__init__(rngs, 8, 32)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)

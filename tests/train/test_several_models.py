@@ -17,9 +17,7 @@ from training import placed
 STEPS = 15
 
 
-class MLP(nnx.Module):
-  """Two layers with a batch norm that can be left out."""
-
+class MLP(nnx.Module):  # Two layers with a batch norm that can be left out
   def __init__(self, size_in, size_out, rngs, norm=False):
     self.up = nnx.Linear(size_in, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
     self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else None
@@ -87,10 +85,7 @@ def gan_by_hand():
   def step(models, optimizers, batch):
     losses = []
     for key, loss_fn in (("gen", gen_loss), ("disc", lambda m, b: disc_loss(m, b)[0])):
-
-      def alone(model, key=key, loss_fn=loss_fn):
-        return loss_fn({**models, key: model}, batch)
-
+      alone = lambda model, key=key, loss_fn=loss_fn: loss_fn({**models, key: model}, batch)
       loss, grads = nnx.value_and_grad(alone)(models[key])
       optimizers[key].update(models[key], grads)
       losses.append(loss)

@@ -46,11 +46,9 @@ def traces(axes, rules, examples=32, explicit=False, tx=None, **options):
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(
-  ("axes", "rules"),
-  [(CUBE, nxp.fsdp(min_size=0)), ({"data": 8}, nxp.replicate()), ({"fsdp": 8}, nxp.fsdp(min_size=0))],
-  ids=["cube", "data", "fsdp"],
-)
+@pytest.mark.parametrize(("axes", "rules"), [
+  (CUBE, nxp.fsdp(min_size=0)), ({"data": 8}, nxp.replicate()), ({"fsdp": 8}, nxp.fsdp(min_size=0)),
+], ids=["cube", "data", "fsdp"])  # fmt: skip
 def test_a_loss_is_traced_at_most_twice(axes, rules, options, explicit):
   found, how = traces(axes, rules, explicit=explicit, **options)
   # Once if nothing has to be compared: replicas that may sum by themselves are compared with all together.
