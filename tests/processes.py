@@ -61,12 +61,8 @@ class Group:  # Processes with eight devices together that run the same Python c
       job = subprocess.Popen(
         [sys.executable, "-c", RUNNER, *map(str, (process, count, port, theirs))],
         env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE,
-        stdout=self.output,
-        stderr=self.output,
-        pass_fds=[theirs],
-        text=True,
-      )
+        stdin=subprocess.PIPE, stdout=self.output, stderr=self.output, pass_fds=[theirs], text=True,
+      )  # fmt: skip
       os.close(theirs)
       self.jobs.append(job)
 

@@ -49,10 +49,7 @@ def inner_program(eqn):
 
 
 X = np.ones((4, 4), np.float32)
-
-
-def layer():
-  return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+layer = lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
 def table_is_new(module):
@@ -599,12 +596,9 @@ def what_a_step_does():
 
 
 UPGRADES = [
-  ("jax_remat3",),
-  ("jax_custom_vjp3",),
-  ("jax_custom_jvp3",),
-  ("jax_custom_jvp3", "jax_softmax_custom_jvp"),
+  ("jax_remat3",), ("jax_custom_vjp3",), ("jax_custom_jvp3",), ("jax_custom_jvp3", "jax_softmax_custom_jvp"),
   ("jax_remat3", "jax_remat_barrier_no_cotangents"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture

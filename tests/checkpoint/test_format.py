@@ -35,13 +35,10 @@ def model():
     "layers": [{"kernel": jax.device_put(kernel + n, NamedSharding(mesh, P("a", "b")))} for n in range(2)],
     "a name/with ü": jnp.arange(5, dtype=jnp.bfloat16),
     "key": jax.random.split(jax.random.wrap_key_data(np.array([1, 2], np.uint32)), 3),
-    "int4": jnp.arange(-4, 4, dtype=jnp.int4),
-    "float8": jnp.arange(4, dtype=jnp.float8_e4m3fn),
-    "complex": np.array([1 + 2j, -3j], np.complex64),
-    "truth": np.array([True, False]),
-    "empty": np.zeros((0, 3), np.float16),
-    "number": np.int32(-7),
-  }
+    "int4": jnp.arange(-4, 4, dtype=jnp.int4), "float8": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+    "complex": np.array([1 + 2j, -3j], np.complex64), "truth": np.array([True, False]),
+    "empty": np.zeros((0, 3), np.float16), "number": np.int32(-7),
+  }  # fmt: skip
 
 
 def optimizer():

@@ -173,12 +173,10 @@ ODD = {
   "float8_e4m3": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.float8_e4m3),
   "float4": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.float4_e2m1fn),
   "complex": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.complex64) * jnp.complex64(1 + 2j),
-  "bool": lambda: jnp.array([True, False]),
-  "numpy scalar": lambda: np.int64(2**40),
-  "numpy float": lambda: np.float64(0.1),
-  "numpy": lambda: np.arange(3, dtype=np.int64),
+  "bool": lambda: jnp.array([True, False]), "numpy scalar": lambda: np.int64(2**40),
+  "numpy float": lambda: np.float64(0.1), "numpy": lambda: np.arange(3, dtype=np.int64),
   "scalar": lambda: jnp.float32(3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -45,11 +45,9 @@ def test_sizes_in_the_order_written(sizes):
   assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-@pytest.mark.parametrize(
-  ("sizes", "left"), [({"fsdp": -1}, 8), ({"a": 4, "fsdp": -1}, 2), ({"fsdp": -1, "a": 8}, 1)]
-)
-def test_minus_one_takes_what_is_left(sizes, left):
-  assert nxp.make_mesh(**sizes).shape["fsdp"] == left
+def test_minus_one_takes_what_is_left():
+  for sizes, left in (({"fsdp": -1}, 8), ({"a": 4, "fsdp": -1}, 2), ({"fsdp": -1, "a": 8}, 1)):
+    assert nxp.make_mesh(**sizes).shape["fsdp"] == left
 
 
 def test_cpu_devices_keep_their_order():
@@ -112,9 +110,7 @@ def test_one_explicit_axis_makes_a_mesh_explicit():
   assert is_explicit(mixed)
   assert auto_mesh(mixed) == nxp.make_mesh(data=2, tensor=4)
   assert auto_mesh(mixed.abstract_mesh) == auto_mesh(mixed).abstract_mesh
-  assert nxp.describe_mesh(mixed).startswith(
-    "mesh data=2 x tensor=4 = 8 devices (cpu, Explicit tensor and Auto data axes)"
-  )
+  assert "= 8 devices (cpu, Explicit tensor and Auto data axes)" in nxp.describe_mesh(mixed)
 
 
 def test_some_axes_are_explicit():
@@ -150,13 +146,9 @@ def test_abstract_meshes_that_cannot_be(sizes, text):
 
 
 def test_the_form_of_jax_is_answered_with_names():
-  with pytest.raises(nxp.errors.MeshError) as caught:
+  text = r"given \(2, 4\), \('data', 'fsdp'\)\n  Fix: nxp\.make_mesh\(data=2, fsdp=4\)"
+  with pytest.raises(nxp.errors.MeshError, match=text):
     nxp.make_mesh((2, 4), ("data", "fsdp"))
-  assert str(caught.value) == (
-    "the axes of a mesh are written as name=size, not as sizes and names.\n"
-    "  given (2, 4), ('data', 'fsdp')\n"
-    "  Fix: nxp.make_mesh(data=2, fsdp=4)"
-  )
   with pytest.raises(nxp.errors.MeshError, match=r"given 8\n  Fix: nxp.abstract_mesh\(data=16, fsdp=256\)"):
     nxp.abstract_mesh(8)
 
@@ -173,11 +165,8 @@ def test_real_slices_go_to_the_axis_that_dcn_names():
   mesh = nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4), dcn={"data": 2})
   slice_of = np.vectorize(lambda device: device.slice_index)(mesh.devices)
   assert slice_of.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
-  assert nxp.describe_mesh(mesh) == (
-    "mesh data=4 x fsdp=2 = 8 devices (TPU v5 lite, Auto axes)\n"
-    "  inside one host: fsdp\n"
-    "  across slices: data"
-  )
+  text = "= 8 devices (TPU v5 lite, Auto axes)\n  inside one host: fsdp\n  across slices: data"
+  assert nxp.describe_mesh(mesh) == f"mesh data=4 x fsdp=2 {text}"
 
 
 def test_an_axis_across_hosts_is_said():

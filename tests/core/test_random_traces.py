@@ -118,11 +118,9 @@ def on_devices(rng, of, depth):
 
   def step(xs):
     run = jax.shard_map(
-      lambda *xs: tuple(inner(list(xs))),
-      mesh=nxp.make_mesh(data=2, model=4, explicit=False),
-      in_specs=own,
+      lambda *xs: tuple(inner(list(xs))), mesh=nxp.make_mesh(data=2, model=4, explicit=False), in_specs=own,
       out_specs=own,
-    )
+    )  # fmt: skip
     return list(run(*xs))
 
   return step

@@ -37,8 +37,7 @@ class Stack(nnx.Module):  # Blocks, a tied embedding, batch statistics and a con
     return self.head.attend(self.statistics(x))
 
 
-def stack() -> Stack:
-  return Stack(2, 16, nnx.Rngs(0, dropout=1))
+stack = lambda: Stack(2, 16, nnx.Rngs(0, dropout=1))
 
 
 def loss(model: Stack, tokens: jax.Array) -> jax.Array:

@@ -30,18 +30,12 @@ class Kernels(nnx.Module):  # Three kernels of one initializer, in an order that
 
 
 INITIALIZERS = {
-  "constant": INIT.constant(0.5),
-  "delta_orthogonal": INIT.delta_orthogonal(),
-  "glorot_uniform": INIT.glorot_uniform(),
-  "he_normal": INIT.he_normal(),
-  "lecun_normal": INIT.lecun_normal(),
-  "normal": INIT.normal(0.02),
-  "ones": INIT.ones_init(),
-  "orthogonal": INIT.orthogonal(),
-  "truncated_normal": INIT.truncated_normal(0.02, lower=-3, upper=3),
-  "uniform": INIT.uniform(0.1),
+  "constant": INIT.constant(0.5), "delta_orthogonal": INIT.delta_orthogonal(),
+  "glorot_uniform": INIT.glorot_uniform(), "he_normal": INIT.he_normal(), "lecun_normal": INIT.lecun_normal(),
+  "normal": INIT.normal(0.02), "ones": INIT.ones_init(), "orthogonal": INIT.orthogonal(),
+  "truncated_normal": INIT.truncated_normal(0.02, lower=-3, upper=3), "uniform": INIT.uniform(0.1),
   "variance_scaling": INIT.variance_scaling(0.7, "fan_avg", "normal", out_axis=0),
-}
+}  # fmt: skip
 
 
 def created(init: Callable[[], nnx.Module], **options: object) -> nnx.Module:
@@ -116,16 +110,13 @@ def old_random_numbers() -> nnx.Module:
 
 
 CONSTRUCTORS: dict[str, Callable[[], nnx.Module]] = {
-  "compiled": lambda: Compiled(nnx.Rngs(0)),
-  "computed": lambda: Computed(nnx.Rngs(0)),
+  "compiled": lambda: Compiled(nnx.Rngs(0)), "computed": lambda: Computed(nnx.Rngs(0)),
   "old random numbers": old_random_numbers,
   "lora": lambda: nnx.LoRALinear(32, 64, lora_rank=4, rngs=nnx.Rngs(0)),
-  "lstm": lambda: Lstm(nnx.Rngs(0, params=1, dropout=2)),
-  "scaled": lambda: Scaled(nnx.Rngs(0)),
-  "stack": lambda: Stack(3, 16, nnx.Rngs(5, params=1, dropout=2)),
-  "stacked": lambda: Stacked(4, 16),
+  "lstm": lambda: Lstm(nnx.Rngs(0, params=1, dropout=2)), "scaled": lambda: Scaled(nnx.Rngs(0)),
+  "stack": lambda: Stack(3, 16, nnx.Rngs(5, params=1, dropout=2)), "stacked": lambda: Stacked(4, 16),
   "old style key": lambda: Kernels(lambda _, *rest: jax.random.normal(jax.random.PRNGKey(7), *rest)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.cases(5)
@@ -152,10 +143,8 @@ def test_the_number_of_programs_does_not_depend_on_depth():
 def test_layers_that_differ_in_a_number_share_a_program(caplog):
   with caplog.at_level(logging.INFO, "nnx_parallel"):
     created(CONSTRUCTORS["scaled"])
-  assert caplog.messages == [
-    "1 programs make 4 arrays; 4 are placed as they are\n"
-    "     4 x float32[32,64] P(None, 'fsdp'): layers.0.kernel and 3 more"
-  ]
+  text = "     4 x float32[32,64] P(None, 'fsdp'): layers.0.kernel and 3 more"
+  assert caplog.messages == [f"1 programs make 4 arrays; 4 are placed as they are\n{text}"]
 
 
 def test_variables_that_share_work_share_no_buffers():

@@ -50,12 +50,9 @@ class MLP(nn.Module):
         x, _ = DotReluDot(DEPTH, self.logical)(x)
       return x
     layers = nn.scan(
-      DotReluDot,
-      length=self.layers,
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
+      DotReluDot, length=self.layers, variable_axes={"params": 0}, split_rngs={"params": True},
       metadata_params={nn.PARTITION_NAME: "layer" if self.logical else None},
-    )
+    )  # fmt: skip
     return layers(DEPTH, self.logical)(x)[0]
 
 
@@ -78,8 +75,7 @@ def planned(net, x, optimizer=None, mesh=None, rules=RULES):
   return nxp.plan(init, mesh or nxp.make_mesh(data=2, model=4), rules, optimizer=optimizer)
 
 
-def loss_fn(model, x):
-  return (model(x) ** 2).mean()
+loss_fn = lambda model, x: (model(x) ** 2).mean()
 
 
 @pytest.mark.parametrize("scan", [False, True])

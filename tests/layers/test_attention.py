@@ -27,10 +27,7 @@ TABLE = RANDOM.normal(size=(40, HEADS)).astype(np.float32)
 
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
-
-
-def causal():
-  return jnp.arange(QUERIES)[:, None] + KEYS - QUERIES >= jnp.arange(KEYS)[None]
+causal = lambda: jnp.arange(QUERIES)[:, None] + KEYS - QUERIES >= jnp.arange(KEYS)[None]
 
 
 def attend(q, k, v, change=lambda s: s, weights=lambda w: w, softmax=jax.nn.softmax):
@@ -154,10 +151,7 @@ def test_blocks_equal_the_whole(name):
   assert largest(jax.grad(blocks), arrays, direction) < scores
 
 
-def squares(model, x):
-  return (model(x) ** 2).mean()
-
-
+squares = lambda model, x: (model(x) ** 2).mean()
 TOKENS = np.random.default_rng(0).integers(1, 64, (4, 14))
 MODELS = {
   "llama": (lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss),

@@ -115,11 +115,9 @@ KINDS = {
   "gpu": functools.partial(cudnn_attention, implementation="xla"),
 }
 SEQUENCES = {
-  "causal": lambda ahead: ahead >= 0,
-  "all": lambda ahead: ahead > -KEYS,
-  "window": lambda ahead: (ahead >= 0) & (ahead < 40),
-  "on both sides": lambda ahead: abs(ahead) < 40,
-}
+  "causal": lambda ahead: ahead >= 0, "all": lambda ahead: ahead > -KEYS,
+  "window": lambda ahead: (ahead >= 0) & (ahead < 40), "on both sides": lambda ahead: abs(ahead) < 40,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -361,10 +359,7 @@ def test_masks_biases_and_documents_reach_the_kernel(name, kind, monkeypatch):
 
 CONFIG = decoders.Config(vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=32, depth=2)
 TOKENS = np.random.default_rng(1).integers(0, 64, (8, 129)).astype(np.int32)
-
-
-def decoder():
-  return decoders.Decoder(CONFIG, nnx.Rngs(0))
+decoder = lambda: decoders.Decoder(CONFIG, nnx.Rngs(0))
 
 
 @functools.cache

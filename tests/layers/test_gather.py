@@ -155,11 +155,9 @@ def test_a_shard_map_reads_its_parameters_itself():
 def test_a_table_is_looked_up_by_columns(rows):
   found = gathered(lambda p, t: p["w"][t], {"w": rows}, TOKENS)
   assert found == [
-    ("", "int32[8,3,1]", P("data", None, None)),
-    ("", "float32[16,8]", TF),
-    ("", "float32[8,3,8]", P("data", None, "fsdp")),
-    ("", "float32[8,3,8]", P(ROWS, None, None)),
-  ]
+    ("", "int32[8,3,1]", P("data", None, None)), ("", "float32[16,8]", TF),
+    ("", "float32[8,3,8]", P("data", None, "fsdp")), ("", "float32[8,3,8]", P(ROWS, None, None)),
+  ]  # fmt: skip
 
 
 def test_a_table_that_cannot_be_looked_up_by_columns_is_gathered():

@@ -109,13 +109,11 @@ CLASSES = {
   "single dispatch": (Block, through(applied)),
   "no pytree": (Plain, through(lambda b, x: b(x) * factor(type(b)))),
   "name": (Block, through(lambda b, x: x + b(x) if type(b).__qualname__ == "Block" else b(x))),
-  "structures": (Block, stacked_in_the_call),
-  "signature": (Block, with_signature),
-  "base": (Inner, in_turn),
+  "structures": (Block, stacked_in_the_call), "signature": (Block, with_signature), "base": (Inner, in_turn),
   "inherited": (Inherited, in_turn),
   "base called directly": (Inherited, through(lambda b, x: x + Layer.__call__(b, x))),
   "jitted call": (Recomputed, in_turn),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -15,12 +15,9 @@ class Attention(nnx.Module):  # Projections named by `names`: query, key, value,
 
   def __call__(self, x, context=None, bias=0.0):
     source = x if context is None else context
-    q, k, v = (
-      getattr(self, name)(y).reshape(
-        *y.shape[:2], -1, getattr(self, self.names[0]).out_features // self.heads
-      )
-      for name, y in zip(self.names[:3], (x, source, source), strict=True)
-    )
+    size = getattr(self, self.names[0]).out_features // self.heads
+    split = lambda name, y: getattr(self, name)(y).reshape(*y.shape[:2], -1, size)
+    q, k, v = map(split, self.names[:3], (x, source, source))
     k, v = (jnp.repeat(y, self.heads // y.shape[2], axis=2) for y in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)

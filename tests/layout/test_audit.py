@@ -61,10 +61,9 @@ def test_trained_and_frozen_are_counted():
   selection = plan.trainable(nnx.PathContains("norm"))
   assert [leaf.name for leaf in selection.trained] == [f"blocks.{i}.norm.scale" for i in range(3)]
   assert len(selection.frozen) == 13
-  assert str(selection).splitlines()[:2] == [
-    "trained      3 arrays               24 elements   total size 96 B, 96 B per device",
-    "frozen      13 arrays            2,168 elements   total size 8.469 KiB, 1.469 KiB per device",
-  ]
+  lines = [" ".join(line.split()) for line in str(selection).splitlines()]
+  assert lines[0] == "trained 3 arrays 24 elements total size 96 B, 96 B per device"
+  assert lines[1] == "frozen 13 arrays 2,168 elements total size 8.469 KiB, 1.469 KiB per device"
 
 
 def test_a_filter_that_matches_nothing_is_an_error():

@@ -40,31 +40,18 @@ class Odd(nnx.Module):
     self.act = jnp.sin
 
 
-def init():
-  return Odd(nnx.Rngs(0))
-
-
-def mesh():
-  return nxp.make_mesh(fsdp=8)
-
-
+init = lambda: Odd(nnx.Rngs(0))
+mesh = lambda: nxp.make_mesh(fsdp=8)
 EXPECTED = {
-  "by_int.1": ("Param", "float32", Spec("fsdp")),
-  "by_tuple.('a', 2)": ("Param", "int8", Spec(None, "fsdp")),
-  "cache": ("Cache", "float32", Spec(None, "fsdp")),
-  "dropout.rngs.count": ("RngCount", "uint32", Spec()),
-  "dropout.rngs.key": ("RngKey", "key<fry>", Spec()),
-  "half": ("Param", "bfloat16", Spec("fsdp", None)),
-  "key": ("array", "key<fry>", Spec()),
-  "layers.0.kernel": ("Param", "float32", Spec(None, "fsdp")),
-  "layers.1.scale": ("Param", "float32", Spec()),
-  "lora.lora_a": ("LoRAParam", "float32", Spec("fsdp", None)),
-  "mine": ("Mine", "float8_e4m3fn", Spec("fsdp")),
-  "norm.mean": ("BatchStat", "float32", Spec("fsdp")),
-  "number": ("Param", "float32", Spec()),
-  "raw": ("array", "float32", Spec(None, "fsdp")),
+  "by_int.1": ("Param", "float32", Spec("fsdp")), "by_tuple.('a', 2)": ("Param", "int8", Spec(None, "fsdp")),
+  "cache": ("Cache", "float32", Spec(None, "fsdp")), "dropout.rngs.count": ("RngCount", "uint32", Spec()),
+  "dropout.rngs.key": ("RngKey", "key<fry>", Spec()), "half": ("Param", "bfloat16", Spec("fsdp", None)),
+  "key": ("array", "key<fry>", Spec()), "layers.0.kernel": ("Param", "float32", Spec(None, "fsdp")),
+  "layers.1.scale": ("Param", "float32", Spec()), "lora.lora_a": ("LoRAParam", "float32", Spec("fsdp", None)),
+  "mine": ("Mine", "float8_e4m3fn", Spec("fsdp")), "norm.mean": ("BatchStat", "float32", Spec("fsdp")),
+  "number": ("Param", "float32", Spec()), "raw": ("array", "float32", Spec(None, "fsdp")),
   "rope": ("array", "complex64", Spec("fsdp")),
-}
+}  # fmt: skip
 
 
 def test_all_of_it_is_planned():

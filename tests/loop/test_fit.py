@@ -30,10 +30,7 @@ class Net(nnx.Module):
     return self.down(self.dropout(nnx.relu(self.up(x))))
 
 
-def loss_fn(model, x):
-  return jnp.square(model(x) - x).mean()
-
-
+loss_fn = lambda model, x: jnp.square(model(x) - x).mean()
 STEP = nxp.train_step(loss_fn, pairs=True)
 
 

@@ -43,8 +43,7 @@ class Model(nnx.Module):  # Every kind of layer that has dtypes, some with a cho
     return self.head(self.blocks[0](self.mix(x)))
 
 
-def init():
-  return Model(nnx.Rngs(0))
+init = lambda: Model(nnx.Rngs(0))
 
 
 def loss_fn(model, tokens):

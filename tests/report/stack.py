@@ -34,14 +34,8 @@ class Stack(nnx.Module):  # Scanned MLP layers and a wide head: enough to tell l
     return x @ self.head[...]
 
 
-def init():
-  return Stack(nnx.Rngs(0))
-
-
-def loss(model, batch):
-  return jnp.mean(jnp.square(model(batch)))
-
-
+init = lambda: Stack(nnx.Rngs(0))
+loss = lambda model, batch: jnp.mean(jnp.square(model(batch)))
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", layers=None)
 BATCH = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
 PARAMS = 4 * (2 * DEPTH * WIDTH * HIDDEN + WIDTH * HIDDEN)

@@ -29,10 +29,7 @@ class Net(nnx.Module):  # Scanned layers and a head in bfloat16
     return x @ self.head[...].astype(BF16)
 
 
-def loss(model, batch):
-  return jnp.mean(jnp.square(model(batch).astype(F32)))
-
-
+loss = lambda model, batch: jnp.mean(jnp.square(model(batch).astype(F32)))
 RULES = nxp.LogicalRules(batch="fsdp", embed="fsdp", mlp=None, layers=None)
 
 

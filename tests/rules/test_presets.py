@@ -11,12 +11,9 @@ from training import other_notes
 
 MODELS = {"t5": T5, "llama": Llama, "gpt": GPT, "vit": ViT}
 LAYOUTS = {
-  "data_parallel": {"data": 8},
-  "fsdp": {"fsdp": 8},
-  "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-  "context": {"data": 4, "context": 2},
-  "expert": {"data": 4, "expert": 2},
-}
+  "data_parallel": {"data": 8}, "fsdp": {"fsdp": 8}, "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+  "context": {"data": 4, "context": 2}, "expert": {"data": 4, "expert": 2},
+}  # fmt: skip
 
 
 def build(name, **options):

@@ -435,16 +435,14 @@ def up(p, rows, sizes):
 ROWS = "one row for each row"
 ERRORS = [
   ((6, 4, 4), (8, 6), {}, r"6 experts cannot be split.*\n.*8 experts"),
-  ((3, 4, 4), (8, 4), {}, r"\['up'\] \(3, 4, 4\)"),
-  ((4, 4, 4), (6, 4), {}, "made for other tokens"),
+  ((3, 4, 4), (8, 4), {}, r"\['up'\] \(3, 4, 4\)"), ((4, 4, 4), (6, 4), {}, "made for other tokens"),
   ((4, 4, 4), (8, 4), {"capacity": 0.0}, "capacity=0.0 is not a number above 0"),
   ((4, 4, 4), (8, 4), {"capacity": "2"}, "got capacity='2'"),
   ((4, 4, 4), (8, 4), {"buffer": "a"}, "got buffer='a'"),
   ((4, 4, 4), (8, 4), {"capacity": math.inf}, "no capacity=, which drops no token"),
-  ((4, 4, 4), (8, 4), {"block": 2.5}, "got block=2.5"),
-  ((4, 3, 4, 4), (8, 4), {}, ROWS),
+  ((4, 4, 4), (8, 4), {"block": 2.5}, "got block=2.5"), ((4, 3, 4, 4), (8, 4), {}, ROWS),
   ((4, 3, 4, 4), (8, 4), {"capacity": 1.0}, ROWS),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "logits", "options", "message"), ERRORS)

@@ -56,8 +56,7 @@ class Stacked(nnx.Module):  # Layers in one array, and an attention kernel whose
     return x + jnp.einsum("be,ehd->bhd", x, self.query[...]).reshape(len(x), -1) @ self.out[...].T
 
 
-def loss_fn(model, x):
-  return ((model(x) - x[:, ::-1]) ** 2).mean()
+loss_fn = lambda model, x: ((model(x) - x[:, ::-1]) ** 2).mean()
 
 
 def dims(params):
@@ -105,13 +104,10 @@ TRANSFORMATIONS = {
   "shampoo and adam": functools.partial(parts, name="shampoo"),
 }
 LAYOUTS = {
-  "fsdp": ((1, 8, 1), {}),
-  "tensor": ((1, 1, 8), {}),
-  "data": ((8, 1, 1), {}),
-  "data x fsdp x tensor": ((2, 2, 2), {}),
-  "explicit": ((2, 2, 2), {"explicit": True}),
+  "fsdp": ((1, 8, 1), {}), "tensor": ((1, 1, 8), {}), "data": ((8, 1, 1), {}),
+  "data x fsdp x tensor": ((2, 2, 2), {}), "explicit": ((2, 2, 2), {"explicit": True}),
   "zero": ((2, 4, 1), {"zero": 1}),
-}
+}  # fmt: skip
 
 
 def plan_on(sizes, tx, init=Net, explicit=False, rules=RULES, **options):

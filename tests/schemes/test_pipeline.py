@@ -52,13 +52,9 @@ def value_and_gradients(f: Any, weights: Any, x: Any, seen: Any, other: Any) -> 
 
 
 GRID = [
-  (4, 4, 1, (), False),
-  (7, 8, 1, "data", True),
-  (8, 8, 2, "data", False),
-  (8, 8, 2, "data", True),
-  (3, 4, 1, "data", False),
-  (13, 12, 3, (), True),
-]
+  (4, 4, 1, (), False), (7, 8, 1, "data", True), (8, 8, 2, "data", False), (8, 8, 2, "data", True),
+  (3, 4, 1, "data", False), (13, 12, 3, (), True),
+]  # fmt: skip
 
 
 @pytest.mark.cases(2)
@@ -134,11 +130,9 @@ def test_a_loss_of_a_layer_function_in_each_order(
 
   mesh = nxp.make_mesh(data=2, stage=4, explicit=explicit)
   with jax.set_mesh(mesh):
-    names, where = (model["layers"], model["table"], model["head"], batch), PLACES[places]
-    layers, table, head, rows = (
-      jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(names, where, strict=True)
-    )
-    found = jax.jit(jax.value_and_grad(piped))({"layers": layers, "table": table, "head": head}, rows)
+    *where, of_batch = (jax.NamedSharding(mesh, spec) for spec in PLACES[places])
+    placed = {name: jax.device_put(x, to) for (name, x), to in zip(model.items(), where, strict=True)}
+    found = jax.jit(jax.value_and_grad(piped))(placed, jax.device_put(batch, of_batch))
   close(found, jax.value_and_grad(whole)(model))
   if recompute and order != "1f1b" and places == "whole":
     close(jax.jit(jax.value_and_grad(piped))(model, batch), found)  # on one device

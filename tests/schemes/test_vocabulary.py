@@ -17,11 +17,9 @@ from training import run_steps
 
 RANDOM = np.random.default_rng(0)
 MESHES = {
-  "tensor": {"tensor": 8},
-  "data, tensor": {"data": 2, "tensor": 4},
-  "data, fsdp, tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-  "no tensor": {"data": 2, "fsdp": 4},
-}
+  "tensor": {"tensor": 8}, "data, tensor": {"data": 2, "tensor": 4},
+  "data, fsdp, tensor": {"data": 2, "fsdp": 2, "tensor": 2}, "no tensor": {"data": 2, "fsdp": 4},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -64,16 +62,11 @@ def with_gradients(f, weights):
 
 
 CASES = {
-  "plain": (32, {}),
-  "odd vocabulary": (37, {}),
-  "fewer columns than devices": (5, {}),
-  "padded": (48, {"vocab_size": 41}),
-  "smoothed": (37, {"label_smoothing": 0.1}),
-  "z-loss": (37, {"z_loss": 1e-2}),
-  "soft cap": (37, {"softcap": 3.0}),
-  "ignored": (37, {"ignore": 0}),
+  "plain": (32, {}), "odd vocabulary": (37, {}), "fewer columns than devices": (5, {}),
+  "padded": (48, {"vocab_size": 41}), "smoothed": (37, {"label_smoothing": 0.1}),
+  "z-loss": (37, {"z_loss": 1e-2}), "soft cap": (37, {"softcap": 3.0}), "ignored": (37, {"ignore": 0}),
   "all": (48, {"vocab_size": 41, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 4.0, "ignore": -100}),
-}
+}  # fmt: skip
 
 
 LAYOUTS = [("data, fsdp, tensor", 3, False), ("data, fsdp, tensor", 1, True), ("tensor", 3, True)]

@@ -110,8 +110,7 @@ def mesh(explicit, data=2, model=4):
   return nxp.make_mesh(data=data, model=model, explicit=explicit, devices=devices)
 
 
-def loss(model, batch):
-  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 @nnx.jit

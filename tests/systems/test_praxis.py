@@ -29,8 +29,7 @@ class Task(nnx.Module):  # An embedding, a layer, and logits; counts the steps t
     return (x + self.down(nnx.gelu(self.up(x)))) @ table.T
 
 
-def init():
-  return Task(nnx.Rngs(0))
+init = lambda: Task(nnx.Rngs(0))
 
 
 def loss_fn(model, batch):

@@ -36,8 +36,7 @@ def make(net=Net, *, explicit=False, **options):
   return plan, *placed(plan)
 
 
-def loss_fn(model, x):
-  return ((model(x) - x) ** 2).mean()
+loss_fn = lambda model, x: ((model(x) - x) ** 2).mean()
 
 
 def batch_of(plan):

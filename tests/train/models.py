@@ -39,8 +39,7 @@ class Normed(nnx.Module):
     return x
 
 
-def loss_fn(model, x):
-  return ((model(x).astype(jnp.float32) - x) ** 2).mean()
+loss_fn = lambda model, x: ((model(x).astype(jnp.float32) - x) ** 2).mean()
 
 
 def data(steps=3):

@@ -50,8 +50,7 @@ class RematNet(Net):  # The same, whose convolutions are a layer that can be rec
   body = nnx.remat(Net.body)
 
 
-def loss_fn(model: Net, batch: dict[str, jax.Array]) -> jax.Array:
-  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def batch_of(examples: int) -> dict[str, np.ndarray]:
@@ -123,8 +122,7 @@ def operands(mesh: Any, batch: PartitionSpec) -> tuple[jax.Array, jax.Array]:
   return jax.device_put(kernel, whole), jax.device_put(x, NamedSharding(mesh, batch))
 
 
-def depthwise_loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-  return (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
+depthwise_loss = lambda kernel, x: (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
 
 
 @pytest.mark.parametrize(("batch", "factor"), [("data", 4), ("model", 2)])

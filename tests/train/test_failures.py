@@ -19,8 +19,7 @@ class Scaled(nnx.Module):
     self.bias = nnx.Param(jnp.zeros(4))
 
 
-def loss_fn(model, x):
-  return ((model.weight[...] + model.bias[...]) * x).sum()
+loss_fn = lambda model, x: ((model.weight[...] + model.bias[...]) * x).sum()
 
 
 def made():

@@ -141,8 +141,7 @@ class Normed(nnx.Module):  # Norms over one axis before kernels over two, sharde
     return x
 
 
-def squares(model, batch):
-  return ((model(batch["x"]) * batch["factor"]) ** 2).mean()
+squares = lambda model, batch: ((model(batch["x"]) * batch["factor"]) ** 2).mean()
 
 
 def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
@@ -182,8 +181,7 @@ def test_a_batch_on_no_mesh_is_left_to_xla_and_the_step_says_so(caplog):
   assert "leaves the layout of the batch to XLA" in caplog.text
 
 
-def decoder() -> decoders.Decoder:
-  return decoders.Decoder(SIZES, nnx.Rngs(0))
+decoder = lambda: decoders.Decoder(SIZES, nnx.Rngs(0))
 
 
 @pytest.mark.slow

@@ -85,13 +85,10 @@ def split_kernel() -> float:
 
 
 CANARIES = {
-  "grouped convolution": grouped_convolution,
-  "split window": split_window,
-  "swapped examples": swapped_examples,
-  "crossed gradient": crossed_gradient,
-  "looked-up rows": looked_up_rows,
-  "split kernel": split_kernel,
-}
+  "grouped convolution": grouped_convolution, "split window": split_window,
+  "swapped examples": swapped_examples, "crossed gradient": crossed_gradient,
+  "looked-up rows": looked_up_rows, "split kernel": split_kernel,
+}  # fmt: skip
 
 
 class Convolved(nnx.Module):  # A convolution over positions that a table over the tensor axis splits
@@ -146,8 +143,7 @@ class Odd(Normed):
     return y * scale
 
 
-def squares(model: Any, x: Any) -> Any:
-  return (jnp.sin(model(x)) ** 2).mean()
+squares = lambda model, x: (jnp.sin(model(x)) ** 2).mean()
 
 
 def on_three_axes(make: Any, rules: Any = RULES) -> nxp.Plan:
@@ -230,15 +226,12 @@ def test_fsdp_leaves_the_taps_of_a_dilated_kernel_whole() -> None:
 
 def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   plan = on_three_axes(Normed)
-  said = (
-    "in a step of your own, XLA can compute wrong gradients on this mesh (fsdp shards parameters and"
-    " examples, tensor no examples): differentiate nxp.parallel.gather_on_read(loss, model), as "
-    "nxp.train_step does by itself"
-  )
-  assert plan.notes == (said,)
+  (note,) = plan.notes
+  assert "can compute wrong gradients on this mesh (fsdp shards parameters and examples, tensor no" in note
+  assert "differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step does by itself" in note
   layer = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
   idle = nxp.plan(layer, nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.fsdp(min_size=0))
-  assert idle.notes[0] == said
+  assert idle.notes[0] == note
 
   def tied() -> nnx.Module:
     embed = nnx.Embed(32, 16, rngs=nnx.Rngs(0))

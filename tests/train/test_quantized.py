@@ -19,10 +19,7 @@ from training import placed, run_steps
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
 # qwix 0.1.8 on flax 0.12.12
 quiet = pytest.mark.filterwarnings("ignore:The 'm.iter_modules", "ignore:'.value' access")
-
-
-def init():
-  return Net(nnx.Rngs(0))
+init = lambda: Net(nnx.Rngs(0))
 
 
 def run(build, sizes, steps=4):
@@ -116,12 +113,8 @@ def blocked(rules):
   return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0)), qwix.QtProvider(rules), x)
 
 
-def batches():
-  return [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(2)]
-
-
-def squares(model, x):
-  return ((model(x) - x[:, ::-1]) ** 2).mean()
+batches = lambda: [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(2)]
+squares = lambda model, x: ((model(x) - x[:, ::-1]) ** 2).mean()
 
 
 def planned(build, sizes, rules=BLOCKED, *, explicit=False, tx=None, **options):

@@ -40,12 +40,8 @@ def make(init, tx=None, **options):
   return (plan, *made) if tx is not None else (plan, made)
 
 
-def generator():
-  return MLP(4, 2, nnx.Rngs(0))
-
-
-def discriminator():
-  return MLP(2, 1, nnx.Rngs(1))
+generator = lambda: MLP(4, 2, nnx.Rngs(0))
+discriminator = lambda: MLP(2, 1, nnx.Rngs(1))
 
 
 def gen_loss(models, batch):
@@ -115,8 +111,7 @@ def test_a_gan_equals_a_loop_written_by_hand():
   nxp.check_layout(disc, disc_plan, optimizer=disc_opt)
 
 
-def teacher():
-  return nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+teacher = lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(1))
 
 
 def distill(models, x):

@@ -32,10 +32,7 @@ class Net(Plain):  # With a batch norm and a dropout
 
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
-
-
-def loss_fn(model, batch):
-  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def make(net=Plain, tx=None, mesh=None, rules=RULES, explicit=None, **options):

@@ -18,8 +18,7 @@ def init():
   return Net(nnx.Rngs(0), out=6)  # nothing divides the second bias
 
 
-def loss_fn(model, x):
-  return ((model(x) - x[:, :6]) ** 2).mean()
+loss_fn = lambda model, x: ((model(x) - x[:, :6]) ** 2).mean()
 
 
 def plan_on(name, tx=None, **options):
@@ -98,9 +97,7 @@ def test_what_is_refused(options, message):
 
 def test_a_stage_that_has_no_axes_is_an_error_and_not_a_no_op():
   rules = nxp.LogicalRules(batch=None, embed=None, mlp="tensor")
-  text = (
-    r"(?s)zero=1 splits nothing: no mesh axis splits the batch.*Fix: zero_axes='data', or split the batch"
-  )
+  text = r"(?s)zero=1 splits nothing: no mesh axis splits the batch.*Fix: zero_axes='data', or split the bat"
   with pytest.raises(nxp.errors.PlanError, match=text):
     nxp.plan(init, nxp.abstract_mesh(data=4, tensor=2), rules, optimizer=optax.adam(1e-2), zero=1)
 
