@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_parallel.attention.find import is_opened
+from  import is_opened
 from nnx_parallel.attention.softmaxes import NotByBlocks, Softmaxes, named_dims
 from nnx_parallel.core.interpret import inline_calls
 from nnx_parallel.core.jaxprs import open_jaxpr
