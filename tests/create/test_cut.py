@@ -26,9 +26,7 @@ SHAPES = {"delta_orthogonal": (3, 3, 8, 16), "orthogonal": (32, 32), "stacked": 
 INIT = nnx.initializers
 
 
-class Kernels(nnx.Module):
-  """Three kernels of one initializer, in an order that names do not follow."""
-
+class Kernels(nnx.Module):  # Three kernels of one initializer, in an order that names do not follow
   def __init__(self, make: Callable[..., jax.Array], shape: tuple[int, ...] = (16, 64)):
     rngs = nnx.Rngs(0)
     for name in "zxy":
@@ -36,18 +34,12 @@ class Kernels(nnx.Module):
 
 
 INITIALIZERS = {
-  "constant": INIT.constant(0.5),
-  "delta_orthogonal": INIT.delta_orthogonal(),
-  "glorot_uniform": INIT.glorot_uniform(),
-  "he_normal": INIT.he_normal(),
-  "lecun_normal": INIT.lecun_normal(),
-  "normal": INIT.normal(0.02),
-  "ones": INIT.ones_init(),
-  "orthogonal": INIT.orthogonal(),
-  "truncated_normal": INIT.truncated_normal(0.02, lower=-3, upper=3),
-  "uniform": INIT.uniform(0.1),
+  "constant": INIT.constant(0.5), "delta_orthogonal": INIT.delta_orthogonal(),
+  "glorot_uniform": INIT.glorot_uniform(), "he_normal": INIT.he_normal(), "lecun_normal": INIT.lecun_normal(),
+  "normal": INIT.normal(0.02), "ones": INIT.ones_init(), "orthogonal": INIT.orthogonal(),
+  "truncated_normal": INIT.truncated_normal(0.02, lower=-3, upper=3), "uniform": INIT.uniform(0.1),
   "variance_scaling": INIT.variance_scaling(0.7, "fan_avg", "normal", out_axis=0),
-}
+}  # fmt: skip
 
 
 def created(init: Callable[[], nnx.Module], **options: object) -> nnx.Module:
@@ -68,26 +60,20 @@ def test_initializers(name):
   assert [runs for runs, _ in programs(nxp.plan(init, MESH(), RULES))] == [3]
 
 
-class Scaled(nnx.Module):
-  """Each layer's scale depends on its depth, as in GPT-2."""
-
+class Scaled(nnx.Module):  # Each layer's scale depends on its depth, as in GPT-2
   def __init__(self, rngs: nnx.Rngs):
     inits = [INIT.normal(0.02 / (i + 1) ** 0.5) for i in range(4)]
     self.layers = nnx.List(nnx.Linear(32, 64, kernel_init=init, rngs=rngs) for init in inits)
 
 
-class Lstm(nnx.Module):
-  """A recurrent cell: orthogonal recurrent kernels, and streams of its own."""
-
+class Lstm(nnx.Module):  # A recurrent cell: orthogonal recurrent kernels, and streams of its own
   def __init__(self, rngs: nnx.Rngs):
     self.cell = nnx.OptimizedLSTMCell(16, 32, rngs=rngs)
     self.norm = nnx.BatchNorm(32, rngs=rngs)
     self.drop = nnx.Dropout(0.5, rngs=rngs)
 
 
-class Stacked(nnx.Module):
-  """Layers stacked by nnx.vmap, and by nnx.scan-like splits of the streams."""
-
+class Stacked(nnx.Module):  # Layers stacked by nnx.vmap, and by nnx.scan-like splits of the streams
   def __init__(self, depth: int, width: int):
     @nnx.split_rngs(splits=depth)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -97,9 +83,7 @@ class Stacked(nnx.Module):
     self.layers = make(nnx.Rngs(0))
 
 
-class Compiled(nnx.Module):
-  """Blocks from a constructor that the user compiled already."""
-
+class Compiled(nnx.Module):  # Blocks from a constructor that the user compiled already
   def __init__(self, rngs: nnx.Rngs):
     make = nnx.jit(lambda rngs: nnx.Linear(16, 64, rngs=rngs))
     self.blocks = nnx.List(make(rngs) for _ in range(3))
@@ -146,18 +130,14 @@ def old_random_numbers() -> nnx.Module:
 
 
 CONSTRUCTORS: dict[str, Callable[[], nnx.Module]] = {
-  "compiled": lambda: Compiled(nnx.Rngs(0)),
-  "computed": lambda: Computed(nnx.Rngs(0)),
+  "compiled": lambda: Compiled(nnx.Rngs(0)), "computed": lambda: Computed(nnx.Rngs(0)),
   "old random numbers": old_random_numbers,
   "lora": lambda: nnx.LoRALinear(32, 64, lora_rank=4, rngs=nnx.Rngs(0)),
-  "lstm": lambda: Lstm(nnx.Rngs(0, params=1, dropout=2)),
-  "pair": lambda: Pair(nnx.Rngs(0)),
-  "rounded": lambda: Rounded(nnx.Rngs(0)),
-  "scaled": lambda: Scaled(nnx.Rngs(0)),
-  "stack": lambda: Stack(3, 16, nnx.Rngs(5, params=1, dropout=2)),
-  "stacked": lambda: Stacked(4, 16),
+  "lstm": lambda: Lstm(nnx.Rngs(0, params=1, dropout=2)), "scaled": lambda: Scaled(nnx.Rngs(0)),
+  "stack": lambda: Stack(3, 16, nnx.Rngs(5, params=1, dropout=2)), "stacked": lambda: Stacked(4, 16),
+  "pair": lambda: Pair(nnx.Rngs(0)), "rounded": lambda: Rounded(nnx.Rngs(0)),
   "old style key": lambda: Kernels(lambda _, *rest: jax.random.normal(jax.random.PRNGKey(7), *rest)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.cases(5)
@@ -184,10 +164,8 @@ def test_the_number_of_programs_does_not_depend_on_depth():
 def test_layers_that_differ_in_a_number_share_a_program(caplog):
   with caplog.at_level(logging.INFO, "nnx_parallel"):
     created(CONSTRUCTORS["scaled"])
-  assert caplog.messages == [
-    "1 programs make 4 arrays; 4 are placed as they are\n"
-    "     4 x float32[32,64] P(None, 'fsdp'): layers.0.kernel and 3 more"
-  ]
+  text = "     4 x float32[32,64] P(None, 'fsdp'): layers.0.kernel and 3 more"
+  assert caplog.messages == [f"1 programs make 4 arrays; 4 are placed as they are\n{text}"]
 
 
 def test_variables_that_share_work_share_no_buffers():
@@ -258,9 +236,7 @@ def test_many_keys_do_not_tie_variables_together():
   assert_same_arrays(arrays_of(nxp.create_sharded_model(plan)), arrays_of(init()))
 
 
-class Talkative(nnx.Module):
-  """Has a side effect in its constructor."""
-
+class Talkative(nnx.Module):  # Has a side effect in its constructor
   def __init__(self, rngs: nnx.Rngs):
     self.linear = nnx.Linear(16, 64, rngs=rngs)
     jax.debug.callback(lambda x: None, self.linear.kernel[...].sum())
