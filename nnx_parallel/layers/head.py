@@ -153,9 +153,8 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
   """The dim of a product's result that the softmax sums over."""
   logits = product.outvars[0]
   shape, size = logits.aval.shape, logits.aval.size
-  problems: list[JaxprEqn | None] = []
+  problem: JaxprEqn | None = None
   for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
-    problem: JaxprEqn | None = None
     labels: dict[Var, Labels] = {logits: ((COLUMNS, dim, 1),)}
     exponentials: set[Var] = set()
     for eqn in body.eqns:
@@ -179,8 +178,7 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
         and size // 2 <= eqn.invars[0].aval.size <= size  # most tokens: the last token has no target
       ):
         return dim
-    problems.append(problem)
-  raise Untiled(next(filter(None, problems), product))
+  raise Untiled(problem or product)
 
 
 class _Logits(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -37,9 +37,7 @@ class Kind(NamedTuple):
   combined: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]  # `(numbers, numbers) -> numbers`
   # `(numbers of all columns, *arrays) -> [number]`, of the one that is `derived`; None: none is
   part: Callable[..., list[jax.Array]]
-  start: tuple[float, ...]  # the numbers of no columns
-  # what columns that an earlier chunk has are replaced by, in each array; None: they stay
-  stale: tuple[float | None, ...]
+  start: tuple[float, ...]  # the numbers of no columns, and of columns that an earlier chunk has
   derived: int | None = 0
 
 
@@ -47,7 +45,7 @@ def _sum(x: jax.Array) -> list[jax.Array]:
   return [x.sum(-1, keepdims=True, dtype=_wide(x))]
 
 
-SUM = Kind(_sum, lambda a, b: [a[0] + b[0]], lambda _, x: _sum(x), start=(0,), stale=(0,))
+SUM = Kind(_sum, lambda a, b: [a[0] + b[0]], lambda _, x: _sum(x), start=(0,))
 
 
 def _exponentials(power: jax.Array) -> list[jax.Array]:
@@ -66,9 +64,7 @@ def _exponentials_of_both(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Ar
   return [largest, a[1] * jnp.exp(a[0] - base) + b[1] * jnp.exp(b[0] - base)]
 
 
-EXPONENTIALS = Kind(
-  _exponentials, _exponentials_of_both, _exponentials_of, start=(-math.inf, 0), stale=(-math.inf,), derived=1
-)
+EXPONENTIALS = Kind(_exponentials, _exponentials_of_both, _exponentials_of, start=(-math.inf, 0), derived=1)
 """The maximum, and the sum of `exp(x - maximum)`."""
 
 
@@ -87,7 +83,7 @@ def _share_of_largest(known: Sequence[jax.Array], x: jax.Array) -> list[jax.Arra
   return _sum(jnp.where(x == known[0], x / known[1], jnp.zeros_like(x)))
 
 
-LARGEST = Kind(_largest, _larger, _share_of_largest, start=(-math.inf, 0), stale=(-math.inf,))
+LARGEST = Kind(_largest, _larger, _share_of_largest, start=(-math.inf, 0))
 """The maximum, and how many elements equal it: each has its share of the gradient."""
 LARGEST_FIXED = LARGEST._replace(part=lambda *_: [], derived=None)
 """The same without a gradient."""
@@ -112,7 +108,7 @@ def best(count: int) -> Kind:
     chosen = (jnp.where(columns == known[1][..., n : n + 1], x, jnp.zeros_like(x)) for n in range(count))
     return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
 
-  return Kind(of, combined, part, start=(-math.inf, 0), stale=(-math.inf, None))
+  return Kind(of, combined, part, start=(-math.inf, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,17 +183,13 @@ class Statistics:
 
     return loss_in_chunks
 
-  def _take(
-    self, known: dict[Node, jax.Array], places: BlockNumbers
-  ) -> Iterator[tuple[Kind, list[jax.Array]]]:
-    """Each kind, with the tiles that it takes."""
+  def _inputs(self, known: dict[Node, jax.Array], places: BlockNumbers) -> list[list[jax.Array]]:
+    """The tiles that each statistic takes, in the first of them without columns that an earlier chunk has."""
+    found: list[list[jax.Array]] = []
     for kind, wanted in zip(self.kinds, self.ends, strict=True):
-      xs = [self.tiles.value(var, own, known, places) for var, own in wanted]
-      rows = zip(xs, wanted, kind.stale, strict=False)
-      yield (
-        kind,
-        [x if stale is None else self.tiles.grid.fresh(x, own, places, stale) for x, (_, own), stale in rows],
-      )
+      first, *others = (self.tiles.value(*node, known, places) for node in wanted)
+      found.append([self.tiles.grid.fresh(first, wanted[0][1], places, kind.start[0]), *others])
+    return found
 
   def _forward(self, *arrays: jax.Array) -> list[list[jax.Array]]:
     *given, row = tie([*arrays, self._blocks])
@@ -205,8 +197,8 @@ class Statistics:
     def body(state: list[list[jax.Array]], places: BlockNumbers) -> tuple[list[list[jax.Array]], None]:
       pairs = zip(self.leaves, given, strict=True)
       known = {node: self.tiles.grid.take(x, node[1], places) for node, x in pairs}
-      taken = zip(self._take(known, places), state, strict=True)
-      return [kind.combined(before, kind.of(*xs)) for (kind, xs), before in taken], None
+      taken = zip(self.kinds, self._inputs(known, places), state, strict=True)
+      return [kind.combined(before, kind.of(*xs)) for kind, xs, before in taken], None
 
     start = [
       [fill(out.aval, x, out.aval.dtype) for out, x in zip(eqn.outvars, kind.start, strict=False)]
@@ -254,5 +246,5 @@ class Statistics:
     if apart is not None:
       known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
     totals = jax.tree.unflatten(form, fixed[count:])
-    pairs = zip(self._take(known, places), totals, strict=True)
-    return [x for (kind, xs), total in pairs for x in kind.part(total, *xs)]
+    taken = zip(self.kinds, self._inputs(known, places), totals, strict=True)
+    return [x for kind, xs, total in taken for x in kind.part(total, *xs)]

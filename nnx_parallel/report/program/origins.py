@@ -93,12 +93,12 @@ class Origins:
         continue
       if not at.inputs or not (self._moves(at) or at.opcode in _REDUCES):
         break
-      taken = at.opcode == "get-tuple-element"
-      if index is not None and index < len(at.inputs) and not taken:
-        onward = at.inputs[index]
+      if at.opcode == "get-tuple-element":
+        at, index = at.inputs[0], at.index
+      elif index is not None and index < len(at.inputs):
+        at, index = at.inputs[index], None
       else:
-        onward = max(at.inputs, key=lambda operand: operand.bytes)
-      at, index = onward, at.index if taken else None
+        at, index = max(at.inputs, key=lambda operand: operand.bytes), None
     return instruction
 
   def value(self, instruction: hlo.Instruction, index: int | None = None) -> str | None:
