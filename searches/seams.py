@@ -45,11 +45,9 @@ FEATURES = (
 )  # fmt: skip
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
   "remat": (None, None, "full", "dots", nxp.Remat("full", every=2), nxp.Remat("full", group=2), "offload"),
-  "scan_layers": ("auto", "auto", True),
-  "attention": (None, None, None, "blockwise"),
-  "loss_chunks": (None, None, None, 2),
-  "diagnostics": (False, True),
-}
+  "scan_layers": ("auto", "auto", True), "attention": (None, None, None, "blockwise"),
+  "loss_chunks": (None, None, None, 2), "diagnostics": (False, True),
+}  # fmt: skip
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
   text: {axis: int(size) for axis, size in (one.split() for one in text.split(" x "))}
   for text in ("data 4", "fsdp 4", "data 2 x fsdp 2", "data 2 x tensor 2", "data 2 x fsdp 2 x tensor 2",

@@ -416,11 +416,9 @@ def _same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[int, int], Found], int]] = {
-  "corruptions": (corruptions, 50),
-  "saves that Ctrl-C met": (interrupted_saves, 50),
-  "restores of two readers beside a writer": (reads, 50),
-  "kills": (kills, 36),
-}
+  "corruptions": (corruptions, 50), "saves that Ctrl-C met": (interrupted_saves, 50),
+  "restores of two readers beside a writer": (reads, 50), "kills": (kills, 36),
+}  # fmt: skip
 """What is done, and how often for one seed."""
 
 

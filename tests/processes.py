@@ -47,9 +47,7 @@ for line in sys.stdin:
 """
 
 
-class Group:
-  """Processes with eight devices together that run the same Python code."""
-
+class Group:  # Processes with eight devices together that run the same Python code
   def __init__(self, count: int) -> None:
     with socket.socket() as probe:
       probe.bind(("localhost", 0))
@@ -63,12 +61,8 @@ class Group:
       job = subprocess.Popen(
         [sys.executable, "-c", RUNNER, *map(str, (process, count, port, theirs))],
         env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE,
-        stdout=self.output,
-        stderr=self.output,
-        pass_fds=[theirs],
-        text=True,
-      )
+        stdin=subprocess.PIPE, stdout=self.output, stderr=self.output, pass_fds=[theirs], text=True,
+      )  # fmt: skip
       os.close(theirs)
       self.jobs.append(job)
 

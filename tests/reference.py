@@ -17,36 +17,19 @@ rest: each argument, what is returned, what is raised, and an example that runs.
 `python tests/test_public_surface.py --update` writes this page.
 """
 SECTIONS = {
-  "core": "Meshes",
-  "rules": "Declare",
-  "infer": "Propose rules",
-  "layout": "Plan",
-  "create": "Create",
-  "layers": "Layers",
-  "train": "Train",
-  "optimizers": "Wrappers of optimizers",
-  "verify": "Verify",
-  "decode": "Generate",
-  "loop": "The training loop",
-  "checkpoint": "Checkpoints",
-  "report": "Reports",
-  "hosts": "Batches and hosts",
-  "errors": "Errors and warnings",
-  "nxp.parallel": "Schemes to call in a model: `nxp.parallel`",
-  "nxp.hosts": "Many hosts: `nxp.hosts`",
-  "nxp.report": "Types and parts of reports: `nxp.report`",
-  "nxp.verify": "Results of checks: `nxp.verify`",
+  "core": "Meshes", "rules": "Declare", "infer": "Propose rules", "layout": "Plan", "create": "Create",
+  "layers": "Layers", "train": "Train", "optimizers": "Wrappers of optimizers", "verify": "Verify",
+  "decode": "Generate", "loop": "The training loop", "checkpoint": "Checkpoints", "report": "Reports",
+  "hosts": "Batches and hosts", "errors": "Errors and warnings",
+  "nxp.parallel": "Schemes to call in a model: `nxp.parallel`", "nxp.hosts": "Many hosts: `nxp.hosts`",
+  "nxp.report": "Types and parts of reports: `nxp.report`", "nxp.verify": "Results of checks: `nxp.verify`",
   "nxp.loop": "Metrics and results of a loop: `nxp.loop`",
-  "nxp.interop": "Weights of other programs: `nxp.interop`",
-  "nxp.recipes": "Recipes: `nxp.recipes`",
-  "nxp.testing": "For your tests: `nxp.testing`",
-  "nxp.errors": "All errors: `nxp.errors`",
-}
+  "nxp.interop": "Weights of other programs: `nxp.interop`", "nxp.recipes": "Recipes: `nxp.recipes`",
+  "nxp.testing": "For your tests: `nxp.testing`", "nxp.errors": "All errors: `nxp.errors`",
+}  # fmt: skip
 
 
-class _Shown:
-  """A default value as it is written in code."""
-
+class _Shown:  # A default value as it is written in code
   def __init__(self, value: object):
     self.value = value
 

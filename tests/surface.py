@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 KINDS = {
-  property: "property",
-  functools.cached_property: "property",
-  classmethod: "classmethod",
+  property: "property", functools.cached_property: "property", classmethod: "classmethod",
   staticmethod: "staticmethod",
-}
+}  # fmt: skip
 
 
 def public_objects(module: types.ModuleType, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,14 +29,8 @@ def test_the_table_of_defects_names_tests():
 
 
 X = np.ones((8, 8), np.float32)
-
-
-def linear():
-  return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-
-
-def loss_fn(model, x):
-  return (model(x) ** 2).mean()
+linear = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+loss_fn = lambda model, x: (model(x) ** 2).mean()
 
 
 def made():

@@ -153,9 +153,7 @@ def test_each_guide_is_linked_from_the_readme():
 
 
 def test_links_to_sections_exist():
-  def anchor(title: str) -> str:
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
+  anchor = lambda title: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
   for page in PAGES:
     for link, section in re.findall(r"\]\(((?!\w+:)[^)#\s]*)#([^)\s]+)\)", page.read_text()):
       target = page.parent / link if link else page

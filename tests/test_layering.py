@@ -35,9 +35,7 @@ USES_PUBLIC_API = {"recipes", "loop", "cli", "testing", "verify", "__main__"}
 
 
 @dataclass(frozen=True)
-class Import:
-  """The module `importer` imports the module `target`, or `name` out of it."""
-
+class Import:  # The module `importer` imports the module `target`, or `name` out of it
   importer: str
   target: str
   name: str | None

@@ -30,33 +30,20 @@ pytestmark = [pytest.mark.usefixtures("as_users_have_it"), pytest.mark.slow]
 GOLDEN = Path(__file__).with_name("golden.json")
 STEPS = 3
 MODELS = {
-  "plain": ((), "mean"),
-  "attention": (("attention",), "weighted"),
-  "tied head": (("tied head", "integer table"), "masked mean"),
-  "statistics": (("statistics",), "mean"),
-  "dropout": (("dropout", "attention"), "mean"),
-  "scan": (("scan over layers",), "sum"),
+  "plain": ((), "mean"), "attention": (("attention",), "weighted"),
+  "tied head": (("tied head", "integer table"), "masked mean"), "statistics": (("statistics",), "mean"),
+  "dropout": (("dropout", "attention"), "mean"), "scan": (("scan over layers",), "sum"),
   "uneven": (("uneven width", "scale in layers"), "mean"),
   "shared layer": (("shared layer", "tables in a tuple"), "mean"),
-  "attributes": (("numbered attributes", "table in a dict"), "balance"),
-  "contrast": ((), "contrast"),
-}
+  "attributes": (("numbered attributes", "table in a dict"), "balance"), "contrast": ((), "contrast"),
+}  # fmt: skip
 OPTIONS = {
-  "as written": {},
-  "ZeRO-1": {"zero": 1},
-  "ZeRO-2": {"zero": 2},
-  "2 microbatches": {"microbatches": 2},
-  "ZeRO-2, 4 microbatches": {"zero": 2, "microbatches": 4},
-  "remat": {"remat": "full"},
-  "dots, scanned": {"remat": "dots", "scan_layers": True},
-  "blockwise": {"attention": "blockwise"},
-  "loss in chunks": {"loss_chunks": 2},
-  "offload": {"remat": "offload"},
-  "diagnostics": {"diagnostics": True},
-  "Explicit": {"explicit": True},
-  "loss scale": {"scaled": True},
-  "clipped": {"clipped": True},
-}
+  "as written": {}, "ZeRO-1": {"zero": 1}, "ZeRO-2": {"zero": 2}, "2 microbatches": {"microbatches": 2},
+  "ZeRO-2, 4 microbatches": {"zero": 2, "microbatches": 4}, "remat": {"remat": "full"},
+  "dots, scanned": {"remat": "dots", "scan_layers": True}, "blockwise": {"attention": "blockwise"},
+  "loss in chunks": {"loss_chunks": 2}, "offload": {"remat": "offload"}, "diagnostics": {"diagnostics": True},
+  "Explicit": {"explicit": True}, "loss scale": {"scaled": True}, "clipped": {"clipped": True},
+}  # fmt: skip
 PIPELINES = {
   "GPipe": {"order": "gpipe"},
   "1F1B": {"order": "1f1b"},

@@ -49,10 +49,7 @@ def inner_program(eqn):
 
 
 X = np.ones((4, 4), np.float32)
-
-
-def layer():
-  return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+layer = lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
 def table_is_new(module):
@@ -148,15 +145,10 @@ def plus_one(custom):
   return function
 
 
-@pytest.mark.parametrize(
-  ("name", "function"),
-  [
-    ("jit", jax.jit(jnp.sin)),
-    ("remat2", jax.checkpoint(jnp.sin)),
-    ("custom_jvp_call", plus_one(jax.custom_jvp)),
-    ("custom_vjp_call", plus_one(jax.custom_vjp)),
-  ],
-)
+@pytest.mark.parametrize(("name", "function"), [
+  ("jit", jax.jit(jnp.sin)), ("remat2", jax.checkpoint(jnp.sin)),
+  ("custom_jvp_call", plus_one(jax.custom_jvp)), ("custom_vjp_call", plus_one(jax.custom_vjp)),
+])  # fmt: skip
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
   """`core/jaxprs.py`, `infer/classes.py`, `create/slices.py` and `layers/layers.py` look into calls.
 
@@ -498,9 +490,7 @@ def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
     def __init__(self, rngs: nnx.Rngs):
       self.linear, self.scale = nnx.Linear(4, 4, rngs=rngs), jnp.ones(8)
 
-  def layers() -> Layer:
-    return nnx.vmap(lambda rngs: Layer(rngs))(nnx.Rngs(0).split(3))
-
+  layers = lambda: nnx.vmap(lambda rngs: Layer(rngs))(nnx.Rngs(0).split(3))
   assert layers().scale.shape == (3, 8)
   assert nnx.jit(layers)().scale.shape == (8,)
 
@@ -596,10 +586,7 @@ class _Layers(nnx.Module):
 
 def what_a_step_does():
   """Losses and lines of steps, and a memory plan."""
-
-  def loss(model, x):
-    return (model(x) ** 2).mean()
-
+  loss = lambda model, x: (model(x) ** 2).mean()
   plan = nxp.plan(_Layers, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
   batch, found = np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), []
   for options in ({"microbatches": 2}, {"remat": "dots", "scan_layers": True, "attention": 3}):
@@ -609,12 +596,9 @@ def what_a_step_does():
 
 
 UPGRADES = [
-  ("jax_remat3",),
-  ("jax_custom_vjp3",),
-  ("jax_custom_jvp3",),
-  ("jax_custom_jvp3", "jax_softmax_custom_jvp"),
+  ("jax_remat3",), ("jax_custom_vjp3",), ("jax_custom_jvp3",), ("jax_custom_jvp3", "jax_softmax_custom_jvp"),
   ("jax_remat3", "jax_remat_barrier_no_cotangents"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -656,9 +640,7 @@ def test_the_next_scan_has_no_gradient_yet(upgraded):
     jax.grad(lambda x: jax.lax.scan(lambda c, y: (c * y, c), 1.0, x)[0])(jnp.ones(3))
 
 
-class _Counting(_Layers):
-  """Also counts its calls."""
-
+class _Counting(_Layers):  # Also counts its calls
   def __init__(self):
     super().__init__()
     self.calls = nnx.BatchStat(jnp.zeros(()))

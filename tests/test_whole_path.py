@@ -24,12 +24,8 @@ class Net(nnx.Module):
     return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))
 
 
-def init():
-  return Net(nnx.Rngs(0))
-
-
-def loss_fn(model, batch):
-  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+init = lambda: Net(nnx.Rngs(0))
+loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def source(start, count):

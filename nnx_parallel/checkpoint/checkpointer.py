@@ -263,10 +263,8 @@ class Checkpointer:
     try:
       self._pool.submit(int).result()
     except RuntimeError as error:
-      why, fix = (
-        "this Checkpointer was closed",
-        f"make another: nxp.Checkpointer({os.fspath(self.directory)!r}).",
-      )
+      why = "this Checkpointer was closed"
+      fix = f"make another: nxp.Checkpointer({os.fspath(self.directory)!r})."
       if not self._closed:
         _lost, why = True, "the script has ended, and Python starts no more threads"
         fix = (

@@ -78,10 +78,8 @@ def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
   except CheckpointError:
     raise
   except (OSError, ValueError, RuntimeError, TypeError) as error:
-    code, text = (
-      next((cause.errno for cause in _causes(error) if isinstance(cause, OSError)), None),
-      f"{error}",
-    )
+    code = next((cause.errno for cause in _causes(error) if isinstance(cause, OSError)), None)
+    text = str(error)
     why, fix = type(error).__name__, f"see the cause above{_UNTOUCHED}"
     for known, helps, numbers, words in _REASONS:
       if code in numbers or any(word in text for word in words):

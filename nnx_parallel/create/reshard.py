@@ -136,16 +136,12 @@ def from_arrays(
 
 
 def _check_optimizer(plan: Plan, optimizer: object) -> None:
-  if (plan.tx is None) != (optimizer is None):
-    has = (
-      "has an optimizer, but none was given" if optimizer is None else "has no optimizer, but one was given"
-    )
-    raise PlanError(
-      f"the plan {has}.",
-      fix="model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
-      if optimizer is None
-      else "plan with nxp.plan(..., optimizer=tx).",
-    )
+  if plan.tx is not None and optimizer is None:
+    fix = "model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)"
+    raise PlanError("the plan has an optimizer, but none was given.", fix=fix)
+  if plan.tx is None and optimizer is not None:
+    fix = "plan with nxp.plan(..., optimizer=tx)."
+    raise PlanError("the plan has no optimizer, but one was given.", fix=fix)
 
 
 def _by_path(plan: Plan, root: Root, given: Mapping[Any, AnyArray]) -> dict[Path, AnyArray]:

@@ -196,12 +196,8 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   if isinstance(rules, (Mesh, AbstractMesh)):
     raise PlanError("the mesh comes before the rules.", fix="nxp.plan(init, mesh, rules), in this order.")
   is_explicit(mesh)  # refuses what is no mesh, and Manual axes
-  tx, uneven, memory = (
-    options.get("optimizer"),
-    options.get("uneven", "error"),
-    options.get("optimizer_memory"),
-  )
-  zero, zero_axes = options.get("zero", 0), options.get("zero_axes")
+  tx, memory = options.get("optimizer"), options.get("optimizer_memory")
+  zero, zero_axes, uneven = options.get("zero", 0), options.get("zero_axes"), options.get("uneven", "error")
   if isinstance(rules, optax.GradientTransformation):
     raise PlanError("rules got an optax transformation.", fix="nxp.plan(init, mesh, rules, optimizer=...)")
   if not is_one_of(uneven, UNEVEN):

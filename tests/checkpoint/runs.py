@@ -1,5 +1,7 @@
 """Small runs to save, and ways to compare what comes back."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +43,7 @@ def make_plan(mesh="8", *, width=32, optimizer=True):
   return nxp.plan(lambda: Net(width), MESHES[mesh](), nxp.fsdp(min_size=16), optimizer=tx)
 
 
-def loss_fn(model, batch):
-  return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
 def batch_of(step):
@@ -54,13 +55,9 @@ def host(tree):
   """The leaves of a module, optimizer or pytree as numpy arrays; keys as their data."""
   if isinstance(tree, (nnx.Module, nnx.Optimizer)):
     tree = {str(path): value_of(leaf) for path, leaf in variables(tree).items()}
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  found = {}
-  for path, leaf in leaves:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      leaf = jax.random.key_data(leaf)
-    found[jax.tree_util.keystr(path)] = np.asarray(leaf)
-  return found
+  is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  leaves = [(path, jax.random.key_data(x) if is_key(x) else x) for path, x in jax.tree.leaves_with_path(tree)]
+  return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 def assert_same(a, b):
@@ -79,22 +76,14 @@ def arrays(seed=0, mesh=None):
   def put(shape, spec, dtype=np.float32):
     return jax.device_put(rng.standard_normal(shape).astype(dtype), NamedSharding(mesh, P(*spec)))
 
-  return {
-    "w": put((8, 16), ("a", "b")),
-    "b": put((16,), ("b",)),
-    "half": put((4, 4), (None, "a"), jnp.bfloat16),
-    "step": put((), ()),
-  }
+  half = lambda: put((4, 4), (None, "a"), jnp.bfloat16)
+  return {"w": put((8, 16), ("a", "b")), "b": put((16,), ("b",)), "half": half(), "step": put((), ())}
 
 
 def target_of(tree, mesh=None):
   """Abstract arrays like a tree's, in the same layout or replicated on another mesh."""
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=NamedSharding(mesh, P()) if mesh else x.sharding
-    ),
-    tree,
-  )
+  layout = lambda x: NamedSharding(mesh, P()) if mesh else x.sharding
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout(x)), tree)
 
 
 def data_of(directory, step, item="model"):
@@ -113,6 +102,15 @@ def flip(path, bit=137):
   data = bytearray(path.read_bytes())
   data[bit // 8 % len(data)] ^= 1 << bit % 8
   path.write_bytes(data)
+
+
+def broken(number):
+  """What fails with this number of an error of the operating system."""
+
+  def fail(*_, **__):
+    raise OSError(number, os.strerror(number))
+
+  return fail
 
 
 def chunks_of(directory, step, name, item="model"):

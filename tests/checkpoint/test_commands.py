@@ -35,17 +35,11 @@ def mesh():
 def run_dir(tmp_path):
   (tmp_path / "recipe.py").write_text(RECIPE.format(width=32))
   (tmp_path / "wide.py").write_text(RECIPE.format(width=64))
-  plan = nxp.plan(
-    lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)),
-    nxp.make_mesh(fsdp=8),
-    nxp.fsdp(min_size=1),
-    optimizer=optax.adam(1e-3),
-  )
+  init, rules = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nxp.fsdp(min_size=1)
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules, optimizer=optax.adam(1e-3))
   model, optimizer = nxp.create_sharded_model(plan)
-  extra = {
-    "data": {"samples": 640},
-    "ema": {"kernel": model.kernel.get_value() * 2, "n": [jax.random.key(1)]},
-  }
+  ema = {"kernel": model.kernel.get_value() * 2, "n": [jax.random.key(1)]}
+  extra = {"data": {"samples": 640}, "ema": ema}
   with nxp.Checkpointer(tmp_path / "run") as checkpointer:
     for step in (10, 20):
       checkpointer.save(step, model, optimizer, extra=extra, metrics={"loss": jnp.float32(0.25)}, plan=plan)
@@ -83,9 +77,7 @@ def test_verify(run_dir, capsys):
   for arguments, counts in (([], "0 good, 2 damaged"), (["--step", "10"], "0 good, 1 damaged")):
     assert main(["verify", str(run_dir / "run"), *arguments]) == 3
     text = capsys.readouterr().out
-    assert re.search(
-      r"step 10: damaged\n  .*10 is damaged, or something else wrote it: nnx_p.* is miss", text
-    )
+    assert re.search(r"step 10: damaged\n  .*10 is damaged, or something else wrote it: nnx_p.* is mis", text)
     assert counts in text
   assert main(["verify", str(run_dir / "nowhere")]) == 1
   assert "there is no such directory" in capsys.readouterr().err

@@ -57,9 +57,8 @@ def test_a_changed_object_is_damage(bucket):
   checkpointer = Checkpointer(f"{bucket}/damaged")
   for step in (1, 2):
     checkpointer.save(step, arrays(step))
-  chunk = next(
-    p for p in sorted((checkpointer.directory / "2" / "model" / "w").glob("c/*/*")) if p.stat().length
-  )
+  chunks = sorted((checkpointer.directory / "2" / "model" / "w").glob("c/*/*"))
+  chunk = next(path for path in chunks if path.stat().length)
   data = bytearray(chunk.read_bytes())
   data[len(data) // 2] ^= 1
   chunk.write_bytes(bytes(data))

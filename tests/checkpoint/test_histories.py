@@ -28,20 +28,15 @@ KEPT = {"all": None, "two": 2}  # the handles, and how many steps each keeps
 
 
 # Where a save may end: after its arrays, with its manifest, on its way to its name, and while old ones go.
-MOMENTS = [
-  (manifest, "write"),
-  (storage, "make_tree_durable"),
-  (storage, "make_durable"),
-  (storage, "_try_remove"),
-]
+DISK = ("make_tree_durable", "make_durable", "_try_remove")
+MOMENTS = [(manifest, "write"), *((storage, name) for name in DISK)]
 
 
 class Killed(BaseException):
   """Ends a save as SIGKILL does: nothing that comes after it is done."""
 
 
-def full():
-  return OSError(28, "No space left on device")
+full = lambda: OSError(28, "No space left on device")
 
 
 def tree(value):
@@ -74,13 +69,8 @@ class Histories(stateful.RuleBasedStateMachine):
     self.resumed[name] = None
     self.handles[name] = Checkpointer(self.directory, max_to_keep=KEPT[name], asynchronous=asynchronous)
 
-  @stateful.rule(
-    name=st.sampled_from(sorted(KEPT)),
-    step=st.integers(1, 6),
-    overwrite=st.booleans(),
-    moment=st.none() | st.sampled_from(MOMENTS),
-    error=st.sampled_from([Killed, full]),
-  )
+  @stateful.rule(name=st.sampled_from(sorted(KEPT)), step=st.integers(1, 6), overwrite=st.booleans(),
+    error=st.sampled_from([Killed, full]), moment=st.none() | st.sampled_from(MOMENTS))  # fmt: skip
   def save(self, name, step, overwrite, moment, error):
     handle, why = self.handles[name], ""
     resumed = self.resumed[name]  # the steps after it are set aside
@@ -164,13 +154,11 @@ def raising(error):
 def test_any_history_leaves_what_was_saved(tmp_path_factory, monkeypatch, local):
   monkeypatch.setattr(storage, "is_local", lambda _: local)
   Histories.made, Histories.local = lambda _: tmp_path_factory.mktemp("run"), local
-  settings = hypothesis.settings(
-    max_examples=COUNT,
-    stateful_step_count=12,
-    deadline=None,
-    derandomize="RANDOM_HISTORIES" not in os.environ,
-    suppress_health_check=list(hypothesis.HealthCheck),
-  )
+  same = {
+    "derandomize": "RANDOM_HISTORIES" not in os.environ,
+    "suppress_health_check": [*hypothesis.HealthCheck],
+  }
+  settings = hypothesis.settings(max_examples=COUNT, stateful_step_count=12, deadline=None, **same)
   stateful.run_state_machine_as_test(Histories, settings=settings)
 
 

@@ -35,16 +35,9 @@ layout = NamedSharding(mesh, P(None, "a"))
 
 
 def run(tmp_path, body):
-  environment = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "MALLOC_ARENA_MAX": "2",
-  }
-  code = START + textwrap.dedent(body)
-  done = subprocess.run(
-    [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-  )
+  own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "MALLOC_ARENA_MAX": "2", "XLA_FLAGS": ""}
+  command = [sys.executable, "-c", START + textwrap.dedent(body), str(tmp_path)]
+  done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   return list(map(int, done.stdout.split()))
 

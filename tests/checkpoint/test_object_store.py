@@ -35,11 +35,16 @@ def test_steps_come_back_and_old_ones_go(store, asynchronous):
   assert "model/manifest.ocdbt" in checkpointer.metadata().files
 
 
-def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
-  checkpointer = Checkpointer(store)
-  trees = {step: arrays(step) for step in (1, 2)}
+@pytest.fixture
+def saved_there(store):
+  checkpointer, trees = Checkpointer(store), {step: arrays(step) for step in (1, 2)}
   for step, tree in trees.items():
     checkpointer.save(step, tree)
+  return store, checkpointer, trees
+
+
+def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(saved_there):
+  store, checkpointer, trees = saved_there
   (store / "2" / manifest.FILE).unlink()
   for suffix in (storage.SAVING, storage.DELETING):
     mark = store / f"2{suffix}"
@@ -52,11 +57,8 @@ def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
   assert main(["verify", str(store)]) == 3
 
 
-def test_an_array_that_cannot_be_decoded_is_damage(store):
-  trees = {step: arrays(step) for step in (1, 2)}
-  checkpointer = Checkpointer(store)
-  for step, tree in trees.items():
-    checkpointer.save(step, tree)
+def test_an_array_that_cannot_be_decoded_is_damage(saved_there):
+  store, checkpointer, trees = saved_there
   flip(data_of(store, 2))
   with pytest.raises(CheckpointError, match=r"step 2 is damaged: model/\w+ cannot be read"):
     checkpointer.restore(target_of(trees[2]))

@@ -14,36 +14,14 @@ from nnx_parallel.errors import CheckpointError
 # 64-bit arrays while jax has none.
 
 
-@pytest.fixture
-def wide(tmp_path):
-  """A step of 64-bit numpy arrays, and them."""
+@pytest.mark.parametrize(("name", "kind"), [("f", "float"), ("i", "int")])
+def test_arrays_that_jax_would_make_smaller_are_refused_before_reading(tmp_path, monkeypatch, name, kind):
   tree = {"f": np.linspace(0, 1, 16), "i": np.arange(16, dtype=np.int64) << 40}
-  Checkpointer(tmp_path).save(1, tree)
-  return tmp_path, tree
-
-
-def struct(name, tree, dtype=None):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
   layout = NamedSharding(nxp.make_mesh(x=8), P("x"))
-  return jax.ShapeDtypeStruct(tree[name].shape, dtype or tree[name].dtype, sharding=layout)
-
-
-@pytest.mark.parametrize(
-  ("name", "text"),
-  [
-    (
-      "f",
-      r"dtype    model/f: saved float64, wanted float64 \(jax would make float32 of it: jax_enable_x64 is",
-    ),
-    (
-      "i",
-      r"dtype    model/i: saved int64, wanted int64 \(jax would make int32 of it: jax_enable_x64 is off\)",
-    ),
-  ],
-)
-def test_arrays_that_jax_would_make_smaller_are_refused_before_reading(wide, monkeypatch, name, text):
-  directory, tree = wide
-  checkpointer = Checkpointer(directory)
-  target = {name: struct(name, tree)}
+  target = {name: jax.ShapeDtypeStruct((16,), tree[name].dtype, sharding=layout)}
+  text = rf"dtype    model/{name}: saved {kind}64, wanted {kind}64 \(jax would make {kind}32 of it: jax_ena"
   diff = checkpointer.diff(target, only=[name])
   assert not diff.fits
   assert [match.name for match in diff.retyped] == [f"model/{name}"]
@@ -85,9 +63,8 @@ def test_leaves_that_change_their_layout_are_counted_and_named(saved):
   assert same.resharded == ()
   assert "layout" not in str(same)
   mesh = nxp.make_mesh(x=4, devices=jax.devices()[:4])
-  target = target_of(trees[2], mesh) | {
-    "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P(None, "x")))
-  }
+  target = target_of(trees[2], mesh)
+  target["w"] = jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P(None, "x")))
   diff = checkpointer.diff(target)
   assert diff.fits
   assert [match.path for match in diff.resharded] == ["b", "half", "step", "w"]
@@ -103,29 +80,17 @@ def test_leaves_that_change_their_layout_are_counted_and_named(saved):
 # JSON values.
 
 
-@pytest.fixture
-def mixed(tmp_path):
-  """A checkpointer with a step of arrays and JSON values, and that tree."""
-  tree = {"w": np.ones((4, 4), np.float32), "config": {"depth": 3, "name": "net"}}
-  checkpointer = Checkpointer(tmp_path)
+JSON = {"depth": 3, "name": "net"}
+ONE_SIDE = [
+  ({"depth": 0}, "extra    model/config.name", "config.name", {"depth": 3}),
+  ({"depth": 0, "name": "", "width": 8}, "missing  model/config.width", "*.width", {**JSON, "width": 8}),
+]
+
+
+@pytest.mark.parametrize(("config", "problem", "skip", "restored"), ONE_SIDE)
+def test_json_values_of_one_side_only(tmp_path, config, problem, skip, restored):
+  tree, checkpointer = {"w": np.ones((4, 4), np.float32), "config": JSON}, Checkpointer(tmp_path)
   checkpointer.save(1, tree)
-  return checkpointer, tree
-
-
-@pytest.mark.parametrize(
-  ("config", "problem", "skip", "restored"),
-  [
-    ({"depth": 0}, "extra    model/config.name", "config.name", {"depth": 3}),
-    (
-      {"depth": 0, "name": "", "width": 8},
-      "missing  model/config.width",
-      "*.width",
-      {"depth": 3, "name": "net", "width": 8},
-    ),
-  ],
-)
-def test_json_values_of_one_side_only(mixed, config, problem, skip, restored):
-  checkpointer, tree = mixed
   target = {"w": tree["w"], "config": config}
   with pytest.raises(CheckpointError, match=rf"\(1 \w+\)\.\n  {problem}\n  Fix: .*skip="):
     checkpointer.restore(target)

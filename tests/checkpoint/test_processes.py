@@ -32,11 +32,9 @@ def test_two_processes_save_and_restore_what_one_process_reads(tmp_path):
     checkpointer.save(1, tree, extra={"data": {"cursor": 3}})
     checkpointer.wait()
     other = nxp.make_mesh(c=8)
-    sharding = NamedSharding(other, P(None, "c"))
-    target = {
-      "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=sharding),
-      "b": jax.ShapeDtypeStruct((16,), np.int32, sharding=NamedSharding(other, P())),
-    }
+    like = lambda name, spec: jax.ShapeDtypeStruct(
+      tree[name].shape, tree[name].dtype, sharding=NamedSharding(other, spec))
+    target = {"w": like("w", P(None, "c")), "b": like("b", P())}
     again = checkpointer.restore(target)
     for name in tree:
       for shard in again[name].addressable_shards:

@@ -59,10 +59,11 @@ def test_random_streams_go_on_where_they_were(tmp_path):
     np.testing.assert_array_equal(model.dropout(x), restored.dropout(x))
 
 
-@pytest.mark.parametrize(("saved", "wanted", "kind"), [(12, 16, "missing"), (16, 12, "extra")])
-def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
-  tmp_path, monkeypatch, saved, wanted, kind
-):
+DEPTHS = [(12, 16, "missing"), (16, 12, "extra")]
+
+
+@pytest.mark.parametrize(("saved", "wanted", "kind"), DEPTHS)
+def test_a_file_of_another_depth_is_refused_before_any_read(tmp_path, monkeypatch, saved, wanted, kind):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, nxp.create_sharded_model(deep_plan(saved)))
   monkeypatch.setattr(array_io, "read", lambda *_, **__: pytest.fail("an array was read"))
@@ -75,11 +76,7 @@ def test_another_optimizer_chain_is_a_diff_by_path(tmp_path):
   adam, momentum = optax.adam(1e-3), optax.sgd(1e-3, momentum=0.9)
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, *nxp.create_sharded_model(deep_plan(1, adam)))
-  text = (
-    r"(?s)missing  optimizer/opt_state\.0\.trace\.layers\.0\.kernel"
-    r".*extra    optimizer/opt_state\.0\.mu\.layers\.0\.kernel"
-    r".*Fix: "
-  )
+  text = r"(?s)missing  optimizer/opt_state\.0\.trace\.layers.*extra    optimizer/opt_state\.0\.mu\..*Fix: "
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(deep_plan(1, momentum))
   _, optimizer = checkpointer.restore(deep_plan(1, momentum), optimizer="fresh")
@@ -125,17 +122,9 @@ DTYPES = st.sampled_from([*FLOATS, *SMALL_FLOATS, *INTS, "bool", "key"])
 SHAPES = st.lists(st.sampled_from([0, 1, 3, 4, 8]), max_size=3).map(tuple)
 SPECIAL = st.sampled_from([None, np.nan, np.inf, -np.inf, -0.0])
 LEAVES = st.tuples(SHAPES, DTYPES, st.integers(0, 2**31 - 1), SPECIAL)
-TREES = st.recursive(
-  LEAVES,
-  lambda inner: (
-    st.lists(inner, min_size=1, max_size=3) | st.dictionaries(NAMES, inner, min_size=1, max_size=3)
-  ),
-  max_leaves=5,
-)
-
-
-def is_leaf(node):
-  return isinstance(node, tuple)
+FEW = {"min_size": 1, "max_size": 3}
+INNER = lambda inner: st.lists(inner, **FEW) | st.dictionaries(NAMES, inner, **FEW)
+TREES = st.recursive(LEAVES, INNER, max_leaves=5)
 
 
 def values(shape, dtype, seed, special):
@@ -175,16 +164,10 @@ COUNT = int(os.environ.get("RANDOM_TREES", "10"))
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=COUNT, deadline=None, derandomize="RANDOM_TREES" not in os.environ)
-@hypothesis.given(
-  st.dictionaries(NAMES, TREES, min_size=1, max_size=3),
-  st.sampled_from(sorted(MESHES)),
-  st.sampled_from(sorted(MESHES)),
-  st.booleans(),
-)
+@hypothesis.given(st.dictionaries(NAMES, TREES, **FEW), *[st.sampled_from(sorted(MESHES))] * 2, st.booleans())
 def test_any_tree_on_any_mesh_under_any_names(tmp_path_factory, spec, source, goal, renamed):
-  old, new = MESHES[source](), MESHES[goal]()
-  tree = jax.tree.map(lambda leaf: place(leaf, old), spec, is_leaf=is_leaf)
-  like = jax.tree.map(lambda leaf: place(leaf, new), spec, is_leaf=is_leaf)
+  made = lambda mesh: jax.tree.map(lambda x: place(x, mesh), spec, is_leaf=lambda x: isinstance(x, tuple))
+  tree, like = made(MESHES[source]()), made(MESHES[goal]())
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
   rename = {}
   if renamed:

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import jax
@@ -8,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import NamedSharding, P
+from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, Net, arrays, assert_same, batch_of, loss_fn, make_plan, target_of
@@ -21,12 +23,9 @@ def assert_laid_out(root, plan, name):
     assert value_of(variables(root)[path]).sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), path
 
 
-NAMES = list(MESHES)
-
-
 # Each mesh once saved from and once restored into; any pair: test_any_tree_on_any_mesh_under_any_names.
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(("source", "goal"), list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)))
+@pytest.mark.parametrize(("source", "goal"), [*itertools.pairwise([*MESHES, next(iter(MESHES))])])
 def test_any_mesh_into_any_other(tmp_path, source, goal):
   saved, wanted = make_plan(source), make_plan(goal)
   model, optimizer = nxp.create_sharded_model(saved)
@@ -125,15 +124,12 @@ def test_a_checkpoint_without_optimizer_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_padding_is_not_stored(tmp_path):
-  def init():
-    return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("embed", "mlp")})
-
+  init = lambda: nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("embed", "mlp")})
   rules = nxp.LogicalRules(embed=None, mlp="x")
   padded = nxp.plan(init, nxp.make_mesh(x=8), rules, uneven="pad", optimizer=optax.adam(1e-3))
-  other = nxp.plan(
-    init, nxp.make_mesh(x=4, devices=jax.devices()[:4]), rules, uneven="pad", optimizer=optax.adam(1e-3)
-  )
-  whole = nxp.plan(init, nxp.make_mesh(x=1, devices=jax.devices()[:1]), rules, optimizer=optax.adam(1e-3))
+  mesh = lambda n: nxp.make_mesh(x=n, devices=jax.devices()[:n])
+  other = nxp.plan(init, mesh(4), rules, uneven="pad", optimizer=optax.adam(1e-3))
+  whole = nxp.plan(init, mesh(1), rules, optimizer=optax.adam(1e-3))
   model, optimizer = nxp.create_sharded_model(padded)
   reference, _ = nxp.create_sharded_model(whole)
   checkpointer = Checkpointer(tmp_path)
@@ -149,17 +145,10 @@ def test_padding_is_not_stored(tmp_path):
 
 def test_everything_a_run_is(tmp_path):
   tree = arrays()
-  keys = {
-    "one": jax.random.key(1),
-    "many": jax.device_put(
-      jax.random.split(jax.random.key(2, impl="rbg"), 8), NamedSharding(nxp.make_mesh(a=8), P("a"))
-    ),
-  }
-  extra = {
-    "ema": {"w": tree["w"] * 2},
-    "keys": keys,
-    "data": {"cursor": 12, "files": ["a", "b"], "scale": float("inf")},
-  }
+  many, split = jax.random.split(jax.random.key(2, impl="rbg"), 8), NamedSharding(nxp.make_mesh(a=8), P("a"))
+  keys = {"one": jax.random.key(1), "many": jax.device_put(many, split)}
+  data = {"cursor": 12, "files": ["a", "b"], "scale": float("inf")}
+  extra = {"ema": {"w": tree["w"] * 2}, "keys": keys, "data": data}
   checkpointer = Checkpointer(tmp_path, best="loss")
   checkpointer.save(3, tree, extra=extra, metrics={"loss": jnp.float32(0.5), "bad": float("nan")})
   record = checkpointer.metadata()
@@ -184,12 +173,10 @@ ODD = {
   "float8_e4m3": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.float8_e4m3),
   "float4": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.float4_e2m1fn),
   "complex": lambda: jnp.arange(4, dtype=jnp.float32).astype(jnp.complex64) * jnp.complex64(1 + 2j),
-  "bool": lambda: jnp.array([True, False]),
-  "numpy scalar": lambda: np.int64(2**40),
-  "numpy float": lambda: np.float64(0.1),
-  "numpy": lambda: np.arange(3, dtype=np.int64),
+  "bool": lambda: jnp.array([True, False]), "numpy scalar": lambda: np.int64(2**40),
+  "numpy float": lambda: np.float64(0.1), "numpy": lambda: np.arange(3, dtype=np.int64),
   "scalar": lambda: jnp.float32(3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -225,12 +212,8 @@ def test_numpy_only_on_request(tmp_path):
 def test_memory_kinds_are_the_targets(tmp_path, kind):
   mesh = nxp.make_mesh(a=2, b=4)
   tree = arrays() | {"key": jax.random.split(jax.random.key(3), 8), "none": jnp.zeros((0, 4))}
-  on_host = {
-    name: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=NamedSharding(mesh, P("b") if x.ndim else P(), memory_kind=kind)
-    )
-    for name, x in tree.items()
-  }
+  there = lambda x: NamedSharding(mesh, P("b") if x.ndim else P(), memory_kind=kind)
+  on_host = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there(x)) for name, x in tree.items()}
   device, host = Checkpointer(tmp_path / "device"), Checkpointer(tmp_path / "host")
   device.save(1, tree)
   moved = device.restore(on_host)
@@ -262,22 +245,20 @@ def test_a_donated_array_is_named(tmp_path):
 
 
 def test_orbax_alone_can_read_it(tmp_path):
-  from orbax.checkpoint import v1 as ocp
-
   tree = arrays()
   Checkpointer(tmp_path).save(4, tree)
   assert_same(ocp.load(tmp_path / "4", target_of(tree), checkpointable_name="model"), tree)
 
 
-@pytest.mark.parametrize(
-  ("array", "text"),
-  [
-    (np.zeros(2, np.longdouble), r"dtype float128 .*Fix: .*astype\(np\.float64\)"),
-    (np.zeros(2, np.clongdouble), r"dtype complex256 .*Fix: .*astype\(np\.complex128\)"),
-    (np.zeros(2, ml_dtypes.float6_e2m3fn), r"dtype float6_e2m3fn .*Fix: .*astype\(np\.float32\)"),
-    (np.ma.masked_equal([1, 2], 2), r"mask.*Fix: .*\.filled\("),
-  ],
-)
+REFUSED = [
+  (np.zeros(2, np.longdouble), r"dtype float128 .*Fix: .*astype\(np\.float64\)"),
+  (np.zeros(2, np.clongdouble), r"dtype complex256 .*Fix: .*astype\(np\.complex128\)"),
+  (np.zeros(2, ml_dtypes.float6_e2m3fn), r"dtype float6_e2m3fn .*Fix: .*astype\(np\.float32\)"),
+  (np.ma.masked_equal([1, 2], 2), r"mask.*Fix: .*\.filled\("),
+]
+
+
+@pytest.mark.parametrize(("array", "text"), REFUSED)
 def test_arrays_that_could_not_be_restored_are_refused(tmp_path, array, text):
   with pytest.raises(CheckpointError, match=rf"(?s)cannot save model/a\.b: .*{text}"):
     Checkpointer(tmp_path / "run").save(1, {"a": {"b": array}})
@@ -285,11 +266,8 @@ def test_arrays_that_could_not_be_restored_are_refused(tmp_path, array, text):
 
 
 def test_json_values_come_back_as_they_were(tmp_path):
-  value = {
-    "z": (1, (2, [3])),
-    "a": [float("inf"), -0.0, None, True, "é", 2**70],
-    "nested": {"shape": (), "b": {"__tuple": 1}, "a": {}},
-  }
+  value = {"z": (1, (2, [3])), "a": [float("inf"), -0.0, None, True, "é", 2**70]}
+  value["nested"] = {"shape": (), "b": {"__tuple": 1}, "a": {}}
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, {"w": jnp.ones(2)}, extra={"data": value, "number": 3})
   found = checkpointer.restore_extra("data")

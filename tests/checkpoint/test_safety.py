@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoint.runs import arrays, assert_same, target_of
+from checkpoint.runs import arrays, assert_same, broken, target_of
 from nnx_parallel.checkpoint import array_io, lock, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import friendly_errors
@@ -24,11 +24,11 @@ def names(directory):
   return sorted(path.name for path in directory.iterdir() if path.name != lock.LOCK)
 
 
-def broken(number):
-  def fail(*_, **__):
-    raise OSError(number, os.strerror(number))
-
-  return fail
+def slow_disk(monkeypatch):
+  """Saves end when the event is set."""
+  go, make_durable = threading.Event(), storage.make_tree_durable
+  monkeypatch.setattr(storage, "make_tree_durable", lambda folder: go.wait(60) and make_durable(folder))
+  return go
 
 
 def test_an_existing_step_is_replaced_only_by_name(saved):
@@ -55,10 +55,8 @@ def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkey
       checkpointer.save(2, tree)
     assert checkpointer.steps() == [2]
     text = r"1(\.nnx-deleting)?, left by an earlier save, could not be removed: .*Permission denied"
-    with (
-      pytest.warns(UserWarning, match=text),
-      pytest.warns(UserWarning, match="step 3 is saved, but step 2"),
-    ):
+    second = pytest.warns(UserWarning, match="step 3 is saved, but step 2")
+    with pytest.warns(UserWarning, match=text), second:
       checkpointer.save(3, tree)
     assert_same(checkpointer.restore(target_of(tree)), tree)
   with monkeypatch.context() as patch:
@@ -99,13 +97,7 @@ def test_readers_are_in_no_writer_s_way(saved):
 
 def test_a_fork_during_a_background_save_ends_and_holds_nothing(saved, monkeypatch):
   directory, trees = saved
-  go, make_durable = threading.Event(), storage.make_tree_durable
-
-  def slow(folder):
-    go.wait(60)
-    make_durable(folder)
-
-  monkeypatch.setattr(storage, "make_tree_durable", slow)
+  go = slow_disk(monkeypatch)
   fork = multiprocessing.get_context("fork")
   with Checkpointer(directory, asynchronous=True) as checkpointer:
     checkpointer.save(3, trees[1])
@@ -210,10 +202,7 @@ def test_a_path_that_the_array_store_reads_otherwise_is_refused(tmp_path):
 def test_arrays_that_are_stored_elsewhere_are_missed_before_the_commit(saved, monkeypatch):
   directory, trees = saved
   real = array_io.start_save
-
-  def start(folder, items, **options):
-    return real(folder, {"other": items["model"]}, **options)
-
+  start = lambda folder, items, **options: real(folder, {"other": items["model"]}, **options)
   monkeypatch.setattr(array_io, "start_save", start)
   with pytest.raises(CheckpointError, match=r"cannot save step 3: .* no files of model\."):
     Checkpointer(directory).save(3, trees[1])
@@ -242,13 +231,7 @@ def test_background_errors_are_raised_at_the_next_call(saved, monkeypatch):
 
 def test_background_saves_return_before_the_commit(saved, monkeypatch):
   directory, trees = saved
-  go, make_durable = threading.Event(), storage.make_tree_durable
-
-  def slow(folder):
-    go.wait(60)
-    make_durable(folder)
-
-  monkeypatch.setattr(storage, "make_tree_durable", slow)
+  go = slow_disk(monkeypatch)
   with Checkpointer(directory, asynchronous=True) as checkpointer:
     checkpointer.save(3, trees[1])
     assert checkpointer.steps() == [1, 2]
@@ -365,29 +348,22 @@ def test_a_limit_on_open_files_is_no_full_disk(tmp_path, monkeypatch):
   monkeypatch.setattr(storage, "make_tree_durable", broken(24))
   with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: too many files are open\."):
     Checkpointer(tmp_path).save(1, arrays())
-  with (
-    pytest.raises(CheckpointError, match="too many files are open"),
-    friendly_errors("save", tmp_path),
-  ):
+  refused = pytest.raises(CheckpointError, match="too many files are open")
+  with refused, friendly_errors("save", tmp_path):
     raise ValueError("RESOURCE_EXHAUSTED: Error opening local file: Too many open files")
 
 
-TREE = {"b": np.ones(2)}
+TREE, NO_NUMBER = {"b": np.ones(2)}, r"metrics\['loss'\] is not one number"
+UNREADABLE = [
+  *((step, TREE, {}, "is not a step") for step in ("x", None, 1.5, True, -1, 2**63)),
+  *((1, model, {}, "there is nothing to save: .* has no leaves") for model in (None, {})),
+  (1, {"\ud800": np.ones(2)}, {}, "is not Unicode text"),
+  (1, TREE, {"extra": {"model": 1}}, "cannot be used as a name"),
+  *((1, TREE, {"metrics": {"loss": x}}, NO_NUMBER) for x in ("abc", [1, 2], None, np.ones(2), 10**400)),
+]
 
 
-@pytest.mark.parametrize(
-  ("step", "model", "options", "message"),
-  [
-    *((step, TREE, {}, "is not a step") for step in ("x", None, 1.5, True, -1, 2**63)),
-    *((1, model, {}, "there is nothing to save: .* has no leaves") for model in (None, {})),
-    (1, {"\ud800": np.ones(2)}, {}, "is not Unicode text"),
-    (1, TREE, {"extra": {"model": 1}}, "cannot be used as a name"),
-    *(
-      (1, TREE, {"metrics": {"loss": value}}, r"metrics\['loss'\] is not one number")
-      for value in ("abc", [1, 2], None, np.ones(2), 10**400)
-    ),
-  ],
-)
+@pytest.mark.parametrize(("step", "model", "options", "message"), UNREADABLE)
 def test_what_could_not_be_read_again_is_not_saved(tmp_path, step, model, options, message):
   checkpointer = Checkpointer(tmp_path)
   with pytest.raises(CheckpointError, match=message):

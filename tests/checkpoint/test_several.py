@@ -144,9 +144,7 @@ def test_several_models_move_to_another_mesh_by_their_plans(tmp_path, pack):
 
 
 def test_another_optimizer_than_was_saved_may_be_made_anew(tmp_path):
-  def plan(tx):
-    return nxp.plan(lambda: linear(0), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=4), optimizer=tx)
-
+  plan = lambda tx: nxp.plan(lambda: linear(0), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=4), optimizer=tx)
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, *nxp.create_sharded_model(plan(optax.adam(1e-2))))
   for other in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)):

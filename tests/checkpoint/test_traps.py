@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import shutil
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from checkpoint.runs import arrays, assert_same, data_of, make_plan, target_of
+from checkpoint.runs import arrays, assert_same, broken, data_of, make_plan, target_of
 from nnx_parallel.checkpoint import array_io, lock, restore, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import VanishedError
@@ -26,9 +27,7 @@ def test_a_manifest_of_another_step_is_damage(saved):
   checkpointer = Checkpointer(directory)
   with pytest.raises(CheckpointError, match=r"step 2 is damaged: nnx_parallel.json is from step 1\."):
     checkpointer.restore(target_of(trees[2]))
-  assert checkpointer.verify(2) == {
-    "nnx_parallel.json": "step 2 is damaged: nnx_parallel.json is from step 1."
-  }
+  assert list(checkpointer.verify(2)) == ["nnx_parallel.json"]
   assert checkpointer.latest() == 1
   with pytest.warns(UserWarning, match="step 2 was passed over"):
     assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
@@ -69,17 +68,11 @@ def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):
   pending = checkpointer._pending
   concurrent.futures.wait([pending])
 
-  class Interrupted:
-    def result(self):
-      raise KeyboardInterrupt
-
-    def done(self):
-      return False
-
-  checkpointer._pending = Interrupted()
+  checkpointer._pending = interrupted = mock.Mock()
+  interrupted.result.side_effect, interrupted.done.return_value = KeyboardInterrupt, False
   with pytest.raises(KeyboardInterrupt):
     checkpointer.wait()
-  assert isinstance(checkpointer._pending, Interrupted)
+  assert checkpointer._pending is interrupted
   checkpointer._pending = pending
   with pytest.raises(CheckpointError, match="cannot save step 1"):
     checkpointer.close()
@@ -100,13 +93,9 @@ def test_a_checkpointer_without_a_save_is_collected(tmp_path):
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
 def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number):
   directory, trees = saved
-
-  def fail(*_, **__):
-    raise OSError(number, os.strerror(number))
-
   for owner, name in ((array_io, "_open"), (storage, "all_files")):
     with monkeypatch.context() as patch:
-      patch.setattr(owner, name, fail)
+      patch.setattr(owner, name, broken(number))
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
         Checkpointer(directory).restore(target_of(trees[2]), on_corrupt="fallback")
       assert "not a sign of damage" in str(caught.value)
@@ -114,11 +103,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
 
 def test_a_file_that_the_disk_cannot_read_is_damage(saved, monkeypatch):
   directory, trees = saved
-  right = storage.all_files
-
-  def fail(_):
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+  right, fail = storage.all_files, broken(errno.EIO)
   monkeypatch.setattr(storage, "all_files", lambda folder: (fail if folder.name == "2" else right)(folder))
   checkpointer = Checkpointer(directory)
   with pytest.warns(UserWarning, match="step 2 was passed over: step 2 is damaged: .* cannot be read"):
@@ -159,9 +144,8 @@ def test_extras_are_those_of_the_step_that_was_restored(saved):
   directory, trees = saved
   checkpointer = Checkpointer(directory)
   for step in (3, 4):
-    checkpointer.save(
-      step, trees[1], extra={"data": {"samples": np.int64(step * 10), "rate": np.float32(0.5)}}
-    )
+    data = {"samples": np.int64(step * 10), "rate": np.float32(0.5)}
+    checkpointer.save(step, trees[1], extra={"data": data})
   checkpointer.restore(target_of(trees[1]), 3)
   assert checkpointer.restore_extra("data") == {"samples": 30, "rate": 0.5}
   assert checkpointer.restore_extra("data", step="latest")["samples"] == 40

@@ -49,18 +49,12 @@ def test_help_does_not_import_jax():
   assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-  "arguments",
-  [
-    ["no_such_command"],
-    ["plan"],
-    ["plan", "text_lm", "--json", "--explain", "embed.embedding"],
-    ["train", "text_lm", "--steps", "0"],
-    ["train", "text_lm", "--steps", "many"],
-    ["train", "text_lm", "--resume"],
-    ["train", "text_lm", "--save-every", "5"],
-  ],
-)
+@pytest.mark.parametrize("arguments", [
+  ["no_such_command"], ["plan"],
+  ["plan", "text_lm", "--json", "--explain", "embed.embedding"], ["train", "text_lm", "--steps", "0"],
+  ["train", "text_lm", "--steps", "many"], ["train", "text_lm", "--resume"],
+  ["train", "text_lm", "--save-every", "5"],
+])  # fmt: skip
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
   with pytest.raises(SystemExit) as caught:
     cli.main(arguments)

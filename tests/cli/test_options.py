@@ -17,18 +17,13 @@ def recipe(sizes):
   return Recipe("toy", "toy.py", init=lambda: None, mesh=sizes and (lambda: sizes))
 
 
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
-    ("data", "cannot read 'data' in --mesh data."),
-    ("data=0", "cannot read 'data=0'"),
-    ("data=two", "cannot read 'data=two'"),
-    ("data=2,", "cannot read ''"),
-    ("da ta=2", "cannot read 'da ta=2'"),
-    ("data=2,data=4", "cannot read 'data=4' in --mesh data=2,data=4."),
-    ("data=-1,fsdp=-1", "cannot read 'fsdp=-1' in --mesh data=-1,fsdp=-1."),
-  ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+  ("data", "cannot read 'data' in --mesh data."), ("data=0", "cannot read 'data=0'"),
+  ("data=two", "cannot read 'data=two'"), ("data=2,", "cannot read ''"),
+  ("da ta=2", "cannot read 'da ta=2'"),
+  ("data=2,data=4", "cannot read 'data=4' in --mesh data=2,data=4."),
+  ("data=-1,fsdp=-1", "cannot read 'fsdp=-1' in --mesh data=-1,fsdp=-1."),
+])  # fmt: skip
 def test_a_mesh_that_cannot_be_read(text, message):
   with pytest.raises(MeshError) as caught:
     options.parse_mesh(text)
@@ -60,14 +55,11 @@ print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("sizes", "devices", "environment", "expected"),
-  [
-    ({"data": 3, "tensor": 2}, None, {}, "6 {'data': 3, 'tensor': 2}"),
-    ({"data": 2}, 2, {"JAX_NUM_CPU_DEVICES": "4"}, "4 {'data': 2}"),
-    ({"data": 2}, 2, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "4 {'data': 2}"),
-  ],
-)
+@pytest.mark.parametrize(("sizes", "devices", "environment", "expected"), [
+  ({"data": 3, "tensor": 2}, None, {}, "6 {'data': 3, 'tensor': 2}"),
+  ({"data": 2}, 2, {"JAX_NUM_CPU_DEVICES": "4"}, "4 {'data': 2}"),
+  ({"data": 2}, 2, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "4 {'data': 2}"),
+])  # fmt: skip
 def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devices, environment, expected):
   clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
   command = [sys.executable, "-c", SCRIPT.format(sizes=sizes, devices=devices)]

@@ -29,14 +29,10 @@ def _train():
   nxp.train_step(_loss)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), jnp.ones((8, 4)))
 
 
-@pytest.mark.parametrize(
-  ("call", "frames"),
-  [
-    (_plan, ["_plan"]),
-    (lambda: nxp.plan(_init, nxp.make_mesh(data=8)), ["<lambda>", "_init"]),
-    (_train, ["_train", "_loss"]),
-  ],
-)
+@pytest.mark.parametrize(("call", "frames"), [
+  (_plan, ["_plan"]),
+  (lambda: nxp.plan(_init, nxp.make_mesh(data=8)), ["<lambda>", "_init"]), (_train, ["_train", "_loss"]),
+])  # fmt: skip
 @pytest.mark.parametrize("filtering", ["auto", "off"])
 def test_a_traceback_of_ours_has_the_frames_of_the_user(call, frames, filtering):
   jax.config.update("jax_traceback_filtering", filtering)

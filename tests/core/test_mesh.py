@@ -15,9 +15,7 @@ from nnx_parallel.core.shards import on_shards
 
 
 @dataclasses.dataclass(frozen=True)
-class Chip:
-  """What `make_mesh` reads of a device, so that slices and hosts can be made up."""
-
+class Chip:  # What `make_mesh` reads of a device, so that slices and hosts can be made up
   id: int
   process_index: int
   slice_index: int
@@ -47,11 +45,9 @@ def test_sizes_in_the_order_written(sizes):
   assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-@pytest.mark.parametrize(
-  ("sizes", "left"), [({"fsdp": -1}, 8), ({"a": 4, "fsdp": -1}, 2), ({"fsdp": -1, "a": 8}, 1)]
-)
-def test_minus_one_takes_what_is_left(sizes, left):
-  assert nxp.make_mesh(**sizes).shape["fsdp"] == left
+def test_minus_one_takes_what_is_left():
+  for sizes, left in (({"fsdp": -1}, 8), ({"a": 4, "fsdp": -1}, 2), ({"fsdp": -1, "a": 8}, 1)):
+    assert nxp.make_mesh(**sizes).shape["fsdp"] == left
 
 
 def test_cpu_devices_keep_their_order():
@@ -70,35 +66,28 @@ def test_sizes_may_be_numpy_integers():
   assert {type(size) for size in sizes.values()} == {int}
 
 
-@pytest.mark.parametrize(
-  ("arguments", "text"),
-  [
-    ({"axes": {"data": 2}, "data": 8}, r"'data' is given twice[\s\S]*give 'data' only once"),
-    ({"data": 1, "devices": []}, r"needs at least one device[\s\S]*devices=jax.devices\(\)"),
-    ({"data": 8, "dcn": "data"}, r"dcn='data' is not a mapping[\s\S]*dcn=dict\(data=2\)"),
-    ({"data": 8, "dcn": {"data": 2.0}}, r"dcn splits axis 'data' 2.0 ways"),
-  ],
-)
+@pytest.mark.parametrize(("arguments", "text"), [
+  ({"axes": {"data": 2}, "data": 8}, r"'data' is given twice[\s\S]*give 'data' only once"),
+  ({"data": 1, "devices": []}, r"needs at least one device[\s\S]*devices=jax.devices\(\)"),
+  ({"data": 8, "dcn": "data"}, r"dcn='data' is not a mapping[\s\S]*dcn=dict\(data=2\)"),
+  ({"data": 8, "dcn": {"data": 2.0}}, r"dcn splits axis 'data' 2.0 ways"),
+])  # fmt: skip
 def test_arguments_that_contradict(arguments, text):
   with pytest.raises(nxp.errors.MeshError, match=text):
     nxp.make_mesh(**arguments)
 
 
-@pytest.mark.parametrize(
-  ("sizes", "texts"),
-  [
-    ({}, ["a mesh needs at least one axis", "make_mesh(data=-1)"]),
-    ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, but data, fsdp are", "give a size to 'data'"]),
-    ({"data": 3, "fsdp": -1}, ["multiply to 3 devices, and there are 8", "sizes that divide 8"]),
-    ({"data": -1, "tensor": 3}, ["multiply to 3 devices, and there are 8", 'jax_num_cpu_devices", 9)']),
-    ({"data": 2, "fsdp": 2}, ["multiply to 4 devices", "devices=jax.devices()[:4]"]),
-    ({"data": 16}, ["multiply to 16 devices", 'jax.config.update("jax_num_cpu_devices", 16)']),
-    ({"data": 0}, ["mesh axis 'data' has size 0", "data=-1 takes all the devices"]),
-    ({"data": 2.0}, ["mesh axis 'data' has size 2.0"]),
-    ({"data": True}, ["mesh axis 'data' has size True"]),
-    ({"data": -2}, ["mesh axis 'data' has size -2"]),
-  ],
-)
+@pytest.mark.parametrize(("sizes", "texts"), [
+  ({}, ["a mesh needs at least one axis", "make_mesh(data=-1)"]),
+  ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, but data, fsdp are", "give a size to 'data'"]),
+  ({"data": 3, "fsdp": -1}, ["multiply to 3 devices, and there are 8", "sizes that divide 8"]),
+  ({"data": -1, "tensor": 3}, ["multiply to 3 devices, and there are 8", 'jax_num_cpu_devices", 9)']),
+  ({"data": 2, "fsdp": 2}, ["multiply to 4 devices", "devices=jax.devices()[:4]"]),
+  ({"data": 16}, ["multiply to 16 devices", 'jax.config.update("jax_num_cpu_devices", 16)']),
+  ({"data": 0}, ["mesh axis 'data' has size 0", "data=-1 takes all the devices"]),
+  ({"data": 2.0}, ["mesh axis 'data' has size 2.0"]), ({"data": True}, ["mesh axis 'data' has size True"]),
+  ({"data": -2}, ["mesh axis 'data' has size -2"]),
+])  # fmt: skip
 def test_sizes_that_do_not_fit(sizes, texts):
   with pytest.raises(nxp.errors.MeshError) as caught:
     nxp.make_mesh(**sizes)
@@ -121,9 +110,7 @@ def test_one_explicit_axis_makes_a_mesh_explicit():
   assert is_explicit(mixed)
   assert auto_mesh(mixed) == nxp.make_mesh(data=2, tensor=4)
   assert auto_mesh(mixed.abstract_mesh) == auto_mesh(mixed).abstract_mesh
-  assert nxp.describe_mesh(mixed).startswith(
-    "mesh data=2 x tensor=4 = 8 devices (cpu, Explicit tensor and Auto data axes)"
-  )
+  assert "= 8 devices (cpu, Explicit tensor and Auto data axes)" in nxp.describe_mesh(mixed)
 
 
 def test_some_axes_are_explicit():
@@ -148,10 +135,9 @@ def test_abstract_meshes_of_any_size():
   assert nxp.describe_mesh(mesh) == "mesh data=64 x fsdp=64 = 4096 devices (abstract, Explicit axes)"
 
 
-@pytest.mark.parametrize(
-  ("sizes", "text"),
-  [({"data": -1}, "no devices to count"), ({}, "at least one axis"), ({"data": 0}, "has size 0")],
-)
+@pytest.mark.parametrize(("sizes", "text"), [
+  ({"data": -1}, "no devices to count"), ({}, "at least one axis"), ({"data": 0}, "has size 0"),
+])  # fmt: skip
 def test_abstract_meshes_that_cannot_be(sizes, text):
   with pytest.raises(nxp.errors.MeshError, match=text) as caught:
     nxp.abstract_mesh(**sizes)
@@ -160,13 +146,9 @@ def test_abstract_meshes_that_cannot_be(sizes, text):
 
 
 def test_the_form_of_jax_is_answered_with_names():
-  with pytest.raises(nxp.errors.MeshError) as caught:
+  text = r"given \(2, 4\), \('data', 'fsdp'\)\n  Fix: nxp\.make_mesh\(data=2, fsdp=4\)"
+  with pytest.raises(nxp.errors.MeshError, match=text):
     nxp.make_mesh((2, 4), ("data", "fsdp"))
-  assert str(caught.value) == (
-    "the axes of a mesh are written as name=size, not as sizes and names.\n"
-    "  given (2, 4), ('data', 'fsdp')\n"
-    "  Fix: nxp.make_mesh(data=2, fsdp=4)"
-  )
   with pytest.raises(nxp.errors.MeshError, match=r"given 8\n  Fix: nxp.abstract_mesh\(data=16, fsdp=256\)"):
     nxp.abstract_mesh(8)
 
@@ -183,11 +165,8 @@ def test_real_slices_go_to_the_axis_that_dcn_names():
   mesh = nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4), dcn={"data": 2})
   slice_of = np.vectorize(lambda device: device.slice_index)(mesh.devices)
   assert slice_of.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
-  assert nxp.describe_mesh(mesh) == (
-    "mesh data=4 x fsdp=2 = 8 devices (TPU v5 lite, Auto axes)\n"
-    "  inside one host: fsdp\n"
-    "  across slices: data"
-  )
+  text = "= 8 devices (TPU v5 lite, Auto axes)\n  inside one host: fsdp\n  across slices: data"
+  assert nxp.describe_mesh(mesh) == f"mesh data=4 x fsdp=2 {text}"
 
 
 def test_an_axis_across_hosts_is_said():
@@ -197,15 +176,12 @@ def test_an_axis_across_hosts_is_said():
   assert "across hosts: data" in text
 
 
-@pytest.mark.parametrize(
-  ("dcn", "texts"),
-  [
-    ({"slice": 2}, ["dcn names the axis 'slice'", "use one of data, fsdp"]),
-    ({"data": 3}, ["splits axis 'data' 3 ways, which does not divide its size 4", "a multiple of 3"]),
-    ({"data": 0}, ["splits axis 'data' 0 ways"]),
-    ({"data": 4}, ["into 4 parts, and the devices form 2 slices", "multiply to 2"]),
-  ],
-)
+@pytest.mark.parametrize(("dcn", "texts"), [
+  ({"slice": 2}, ["dcn names the axis 'slice'", "use one of data, fsdp"]),
+  ({"data": 3}, ["splits axis 'data' 3 ways, which does not divide its size 4", "a multiple of 3"]),
+  ({"data": 0}, ["splits axis 'data' 0 ways"]),
+  ({"data": 4}, ["into 4 parts, and the devices form 2 slices", "multiply to 2"]),
+])  # fmt: skip
 def test_dcn_factors_that_do_not_fit(dcn, texts):
   with pytest.raises(nxp.errors.MeshError) as caught:
     nxp.make_mesh(data=4, fsdp=2, devices=slices(2, 4), dcn=dcn)

@@ -24,14 +24,11 @@ def test_keys_of_a_tree_that_are_plain_strings():
   assert plain_path((jax.tree_util.GetAttrKey("a"), "b", jax.tree_util.SequenceKey(0))) == ("a", "b", 0)
 
 
-def mesh():
-  return nxp.make_mesh(fsdp=2, tensor=4)
+mesh = lambda: nxp.make_mesh(fsdp=2, tensor=4)
 
 
 def spec_of(**metadata):
-  def init():
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=metadata)
-
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=metadata)
   return nxp.plan(init, mesh(), RULES)["kernel"].spec
 
 
@@ -41,20 +38,13 @@ def test_every_historic_key_is_read(key):
   assert spec_of(**{key: ("embed", "mlp")}) == Spec("fsdp", "tensor")
 
 
-@pytest.mark.parametrize(
-  ("value", "spec"),
-  [
-    (("embed", "mlp"), Spec("fsdp", "tensor")),
-    (["embed", None], Spec("fsdp", None)),
-    (Spec("fsdp"), Spec("fsdp", None)),
-    (Spec(None, ("fsdp", "tensor")), Spec(None, ("fsdp", "tensor"))),
-    (Spec(), Spec(None, None)),
-    ((), Spec(None, None)),
-    (("embed",), Spec("fsdp", None)),
-    ((("embed", "mlp"), None), Spec(("fsdp", "tensor"), None)),
-    (None, Spec(None, None)),
-  ],
-)
+@pytest.mark.parametrize(("value", "spec"), [
+  (("embed", "mlp"), Spec("fsdp", "tensor")), (["embed", None], Spec("fsdp", None)),
+  (Spec("fsdp"), Spec("fsdp", None)),
+  (Spec(None, ("fsdp", "tensor")), Spec(None, ("fsdp", "tensor"))), (Spec(), Spec(None, None)),
+  ((), Spec(None, None)), (("embed",), Spec("fsdp", None)),
+  ((("embed", "mlp"), None), Spec(("fsdp", "tensor"), None)), (None, Spec(None, None)),
+])  # fmt: skip
 def test_every_form_of_value_is_read(value, spec):
   assert spec_of(out_sharding=value) == spec
 
@@ -89,43 +79,33 @@ def test_a_variables_own_rules_must_agree():
     spec_of(**metadata)
 
 
-@pytest.mark.parametrize(
-  ("metadata", "message"),
-  [
-    ({"out_shardings": ("embed", "mlp")}, r"key 'out_shardings' means nothing.*\n.*\n.*'out_sharding'\?"),
-    ({"sharding_name": ("embed", "mlp")}, r"key 'sharding_name' means nothing.*\n.*\n.*'sharding_names'\?"),
-    ({"out_sharding": "embed"}, r"for each dim, not 'embed'.\n  Fix: out_sharding=\('embed', None\)"),
-    ({"out_sharding": 3}, r"out_sharding must be one name .* not 3"),
-    ({"out_sharding": ("embed", 3)}, r"3 in out_sharding is not a name"),
-    (
-      {"out_sharding": ("embed",) * 3},
-      r"kernel: 3 names for an array of 2 dims.\n.*\n  Fix: write 2 entries",
-    ),
-    ({"out_sharding": ("embed", "mpl")}, r"dim 1 is named 'mpl', .*\n.*\n.*did you mean 'mlp'\?"),
-    ({"out_sharding": Spec("fsdp", None, None)}, r"3 names for an array of 2 dims"),
-  ],
-)
+@pytest.mark.parametrize(("metadata", "message"), [
+  ({"out_shardings": ("embed", "mlp")}, r"key 'out_shardings' means nothing.*\n.*\n.*'out_sharding'\?"),
+  ({"sharding_name": ("embed", "mlp")}, r"key 'sharding_name' means nothing.*\n.*\n.*'sharding_names'\?"),
+  ({"out_sharding": "embed"}, r"for each dim, not 'embed'.\n  Fix: out_sharding=\('embed', None\)"),
+  ({"out_sharding": 3}, r"out_sharding must be one name .* not 3"),
+  ({"out_sharding": ("embed", 3)}, r"3 in out_sharding is not a name"),
+  ({"out_sharding": ("embed",) * 3}, r"kernel: 3 names for an array of 2 dims.\n.*\n  Fix: write 2 entries"),
+  ({"out_sharding": ("embed", "mpl")}, r"dim 1 is named 'mpl', .*\n.*\n.*did you mean 'mlp'\?"),
+  ({"out_sharding": Spec("fsdp", None, None)}, r"3 names for an array of 2 dims"),
+])  # fmt: skip
 def test_what_flax_would_ignore_or_garble_is_an_error(metadata, message):
   with pytest.raises(ShardingError, match=message):
     spec_of(**metadata)
 
 
 def test_other_metadata_is_none_of_our_business():
-  assert spec_of(**named("embed", "mlp"), note="sharded by hand", optimizer_sharding=None) == Spec(
-    "fsdp", "tensor"
-  )
+  found = spec_of(**named("embed", "mlp"), note="sharded by hand", optimizer_sharding=None)
+  assert found == Spec("fsdp", "tensor")
 
 
 def test_names_survive_creation_and_can_be_planned_again_on_another_mesh():
-  def init():
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
-
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
   model = nxp.create_sharded_model(init, mesh(), RULES)
   assert model.kernel.out_sharding == ("embed", "mlp")
   assert names_of(model.kernel, where="kernel") == (("embed", "mlp"), (), {})
-  again = nxp.plan(
-    lambda: nnx.clone(model), nxp.make_mesh(tensor=8), nxp.LogicalRules(embed=None, mlp="tensor")
-  )
+  rules = nxp.LogicalRules(embed=None, mlp="tensor")
+  again = nxp.plan(lambda: nnx.clone(model), nxp.make_mesh(tensor=8), rules)
   assert again["kernel"].spec == Spec(None, "tensor")
 
 
@@ -143,18 +123,16 @@ def test_a_variables_own_rules_survive_creation_and_the_axes_that_they_gave_do_n
 
 def test_an_annotation_written_after_creation_counts():
   rules = RULES.replace(embed="fsdp")
-  model = nxp.create_sharded_model(
-    lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp")), mesh(), rules
-  )
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
+  model = nxp.create_sharded_model(init, mesh(), rules)
   model.kernel.set_metadata(out_sharding=("mlp", "embed"))
   assert nxp.plan(lambda: nnx.clone(model), mesh(), rules)["kernel"].spec == Spec("tensor", "fsdp")
 
 
 def test_tied_weights_are_counted_once_under_all_their_paths():
   plan = nxp.plan(lambda: LM(64, 8, 1, nnx.Rngs(0)), mesh(), RULES.replace(vocab=None))
-  assert [leaf.name for leaf in plan.leaves if "embed" in leaf.name or "head" in leaf.name] == [
-    "embed.embedding"
-  ]
+  (found,) = (leaf.name for leaf in plan.leaves if "embed" in leaf.name or "head" in leaf.name)
+  assert found == "embed.embedding"
   assert plan["head"] is plan["embed.embedding"]
   assert plan["head"].aliases == (("head",),)
 
@@ -165,18 +143,13 @@ def test_a_shared_submodule_gives_its_variables_two_paths():
       self.a = nnx.Linear(8, 8, rngs=rngs)
       self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs), self.a])
 
-  module = Shared(nnx.Rngs(0))
-  assert aliases(module) == {
-    ("a", "bias"): (("layers", 1, "bias"),),
-    ("a", "kernel"): (("layers", 1, "kernel"),),
-  }
+  wanted = {("a", name): (("layers", 1, name),) for name in ("bias", "kernel")}
+  assert aliases(Shared(nnx.Rngs(0))) == wanted
 
 
 @pytest.mark.slow
 def test_an_annotated_model_runs_without_a_mesh_and_keeps_its_names():
-  def init():
-    return LM(61, 8, 2, nnx.Rngs(0))
-
+  init = lambda: LM(61, 8, 2, nnx.Rngs(0))
   model = unsharded(init)
   assert model.embed.embedding.out_sharding == ("vocab", "embed")
   assert len(model.embed.embedding[...].sharding.device_set) == 1
@@ -200,9 +173,7 @@ def test_planning_ignores_whatever_mesh_is_active():
     assert spec_of(**named("embed", "mlp")) == Spec("fsdp", "tensor")
 
 
-class Nested(nnx.Module):
-  """Parts in every kind of container, some of them twice."""
-
+class Nested(nnx.Module):  # Parts in every kind of container, some of them twice
   def __init__(self, rngs: nnx.Rngs):
     self.plain = nnx.data([nnx.Linear(2, 2, rngs=rngs), {"b": nnx.Param(1.0), "a": (nnx.Param(2.0),)}])
     self.again = self.plain[0]
@@ -214,14 +185,12 @@ class Nested(nnx.Module):
 
 
 def test_nodes_are_what_flax_visits_in_its_order():
-  module = Nested(nnx.Rngs(0))
-  seen: set[int] = set()
-  first = [
-    (path, node) for path, node in iter_nodes(module) if id(node) not in seen and not seen.add(id(node))
-  ]
+  module, first = Nested(nnx.Rngs(0)), {}
+  for path, node in iter_nodes(module):
+    first.setdefault(id(node), (path, node))
   wanted = [(p, node) for p, node in nnx.iter_graph(module) if isinstance(node, (nnx.Pytree, nnx.Variable))]
-  assert [path for path, _ in first] == [path for path, _ in wanted]
-  assert all(ours is theirs for (_, ours), (_, theirs) in zip(first, wanted, strict=True))
+  assert [path for path, _ in first.values()] == [path for path, _ in wanted]
+  assert all(ours is theirs for (_, ours), (_, theirs) in zip(first.values(), wanted, strict=True))
 
 
 @pytest.mark.parametrize("container", [list, tuple])
@@ -233,13 +202,10 @@ def test_a_variable_twice_in_one_plain_container_is_tied(container):
 
 
 def test_annotations_of_other_code_are_noted():
-  def init():
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata={"pspec": ("embed", "mlp")})
-
+  init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata={"pspec": ("embed", "mlp")})
   plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0))
-  assert other_notes(plan) == (
-    "metadata that flax does not read (an annotation is out_sharding=...): kernel pspec=('embed', 'mlp')",
-  )
+  (note,) = other_notes(plan)
+  assert note.endswith(" does not read (an annotation is out_sharding=...): kernel pspec=('embed', 'mlp')")
   assert plan["kernel"].spec == Spec(None, "fsdp")
 
 

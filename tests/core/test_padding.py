@@ -80,10 +80,9 @@ def one_device():
 
 @pytest.mark.cases(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("name", "make_step"),
-  [("adamw and clip", make_ours), ("adamw and clip", lambda: plain_step(loss_fn)), ("adafactor", make_ours)],
-)
+@pytest.mark.parametrize(("name", "make_step"), [
+  ("adamw and clip", make_ours), ("adamw and clip", lambda: plain_step(loss_fn)), ("adafactor", make_ours),
+])  # fmt: skip
 def test_a_vocabulary_of_50257_on_8_devices_trains_as_on_one(one_device, name, make_step):
   expected, reference, _ = one_device(name)
   losses, model, optimizer = train(nxp.make_mesh(tensor=8), OPTIMIZERS[name](), make_step())
@@ -94,9 +93,8 @@ def test_a_vocabulary_of_50257_on_8_devices_trains_as_on_one(one_device, name, m
   # Storage: split for good, and zero in the padding, in the model and in the optimizer.
   assert table.get_raw_value().shape == (STORED, 8)
   assert table.get_raw_value().addressable_shards[0].data.shape == (STORED // 8, 8)
-  for variable in jax.tree.leaves(
-    nnx.state((model, optimizer)), is_leaf=lambda x: isinstance(x, nnx.Variable)
-  ):
+  is_variable = lambda x: isinstance(x, nnx.Variable)
+  for variable in jax.tree.leaves(nnx.state((model, optimizer)), is_leaf=is_variable):
     raw = variable.get_raw_value()
     if raw.shape[:1] == (STORED,):
       assert not jax.device_get(raw)[VOCAB:].any()
@@ -106,14 +104,9 @@ def test_slicing_adds_no_collective():
   """The compiled step of a padded table is the one of a table that divides, but for its sizes."""
 
   def collectives(vocab):
-    def init():
-      return nnx.Embed(vocab, 8, rngs=nnx.Rngs(0), embedding_metadata=named("vocab", None))
-
+    init = lambda: nnx.Embed(vocab, 8, rngs=nnx.Rngs(0), embedding_metadata=named("vocab", None))
     model = nxp.create_sharded_model(init, nxp.make_mesh(tensor=8), RULES, uneven="pad")
-
-    def loss(model, tokens):
-      return jax.nn.log_softmax(model(tokens) @ model.embedding[...].T).mean()
-
+    loss = lambda model, tokens: jax.nn.log_softmax(model(tokens) @ model.embedding[...].T).mean()
     graphdef, state = nnx.split(model)
 
     def step(state, tokens):
@@ -130,9 +123,7 @@ def test_slicing_adds_no_collective():
 
 
 def linear(**kwargs):
-  def init():
-    return nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "tensor"))
-
+  init = lambda: nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "tensor"))
   return nxp.create_sharded_model(init, nxp.make_mesh(tensor=8, **kwargs), uneven="pad")
 
 
@@ -185,18 +176,13 @@ def test_values_are_set_at_the_logical_shape_and_stay_sharded():
   assert float(kernel[0, 29]) == 5.0
   kernel.set_value(jnp.zeros((8, 30)))
   assert float(kernel.get_raw_value().sum()) == 0
-  message = (
-    r"cannot set a padded Param to an array of shape \(8, 32\).\n"
-    r"  its shape is \(8, 30\), stored as \(8, 32\)"
-  )
+  message = r"cannot set a padded Param to .* \(8, 32\).\n  its shape is \(8, 30\), stored as \(8, 32\)"
   with pytest.raises(ShardingError, match=message):
     kernel.set_value(jnp.zeros((8, 32)))
 
 
 def test_statistics_that_a_module_writes_stay_padded_and_right():
-  def init():
-    return nnx.BatchNorm(30, rngs=nnx.Rngs(0))
-
+  init = lambda: nnx.BatchNorm(30, rngs=nnx.Rngs(0))
   names = nxp.PathRules([(".*", ("tensor",))])
   model = nxp.create_sharded_model(init, nxp.make_mesh(tensor=8), names, uneven="pad")
   alone, x = init(), jax.random.normal(jax.random.key(1), (16, 30))
@@ -218,36 +204,18 @@ def test_own_variable_types_with_overrides_and_slots_are_padded():
 
 
 def test_stacked_padded_layers_run_under_vmap_and_scan():
-  @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-  def make(key):
-    return nnx.Linear(6, 6, rngs=nnx.Rngs(key), kernel_metadata=named(None, "tensor"))
-
-  def init():
-    return make(jax.random.split(jax.random.key(0), 3))
-
+  names = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+  make = lambda key: nnx.Linear(6, 6, rngs=nnx.Rngs(key), kernel_metadata=named(None, "tensor"))
+  init = lambda: nnx.vmap(make, **names)(jax.random.split(jax.random.key(0), 3))
   model = nxp.create_sharded_model(init, nxp.make_mesh(tensor=8), nxp.replicate(), uneven="pad")
   with nnx.use_eager_sharding(False):
     alone = init()
   x = jax.random.normal(jax.random.key(1), (4, 6))
 
-  @nnx.jit
-  def scanned(model, x):
-    body = nnx.scan(
-      lambda x, layer: layer(x),
-      in_axes=(nnx.Carry, 0),
-      out_axes=nnx.Carry,
-      transform_metadata={nnx.PARTITION_NAME: None},
-    )
-    return body(x, model)
-
-  @nnx.jit
-  def mapped(model, x):
-    return nnx.vmap(
-      lambda layer, x: layer(x), in_axes=(0, None), transform_metadata={nnx.PARTITION_NAME: None}
-    )(model, x)
-
-  for run in (scanned, mapped):
-    np.testing.assert_allclose(run(model, x), run(alone, x), atol=1e-6)
+  scanned = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **names)
+  mapped = nnx.vmap(lambda x, layer: layer(x), in_axes=(None, 0), **names)
+  for run in (nnx.jit(lambda x, model: scanned(x, model)), nnx.jit(lambda x, model: mapped(x, model))):
+    np.testing.assert_allclose(run(x, model), run(x, alone), atol=1e-6)
 
 
 def test_cloned_copied_merged_and_pickled_variables_stay_padded():
@@ -262,14 +230,10 @@ def test_cloned_copied_merged_and_pickled_variables_stay_padded():
 
 def test_an_explicit_mesh_gathers_what_it_cannot_split_and_agrees():
   mesh = nxp.make_mesh(tensor=8, explicit=True)
+  init = lambda: nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "tensor"))
+  tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
   with jax.set_mesh(mesh):
-    plan = nxp.plan(
-      lambda: nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "tensor")),
-      mesh,
-      nxp.LogicalRules(batch=None),
-      optimizer=optax.adafactor(1e-2, min_dim_size_to_factor=4),
-      uneven="pad",
-    )
+    plan = nxp.plan(init, mesh, nxp.LogicalRules(batch=None), optimizer=tx, uneven="pad")
     model, optimizer = nxp.create_sharded_model(plan)
     step = nxp.train_step(lambda m, x: (m(x) ** 2).mean())
     explicit = [float(step(model, optimizer, jnp.ones((8, 8)))["loss"]) for _ in range(3)]
@@ -297,9 +261,7 @@ def test_a_shape_that_does_not_tell_where_the_padding_is_is_an_error():
     crop(jnp.zeros((4, 4)), (6, 7), (8, 8))
 
 
-class Raw(nnx.Module):
-  """An array in a Variable, and one that the module holds as it is."""
-
+class Raw(nnx.Module):  # An array in a Variable, and one that the module holds as it is
   def __init__(self, rngs):
     self.table = nnx.data(jnp.ones((5, 6)))
     self.weight = nnx.Param(jnp.ones((5, 6)))
@@ -328,21 +290,15 @@ def test_the_plan_shows_the_padding():
 
 def test_one_name_may_be_padded_and_the_rest_be_errors():
   rules = nxp.LogicalRules(vocab="tensor", heads="tensor", uneven={"vocab": "pad"})
-
-  def init():
-    return nnx.Linear(
-      30, 6, rngs=nnx.Rngs(0), kernel_metadata=named("vocab", None), bias_metadata=named("heads")
-    )
-
+  names = {"kernel_metadata": named("vocab", None), "bias_metadata": named("heads")}
+  init = lambda: nnx.Linear(30, 6, rngs=nnx.Rngs(0), **names)
   with pytest.raises(ShardingError, match=r"cannot shard bias: dim 0 \('heads'\) has length 6, which 8"):
     nxp.plan(init, nxp.make_mesh(tensor=8), rules)
   plan = nxp.plan(init, nxp.make_mesh(tensor=8), rules.replace(heads=None))
   assert plan["kernel"].storage_shape == (32, 6)
 
 
-class OddNet(nnx.Module):
-  """Nothing here divides by 8, one array is no Variable, and the table has odd rows."""
-
+class OddNet(nnx.Module):  # Nothing here divides by 8, one array is no Variable, and the table has odd rows
   def __init__(self, rngs):
     self.embed, self.up = nnx.Embed(13, 6, rngs=rngs), nnx.Linear(6, 15, rngs=rngs)
     self.raw = nnx.data(jnp.ones((1, 1, 15)))
@@ -356,12 +312,8 @@ def test_the_fallback_pads_what_nothing_divides():
   init = lambda: OddNet(nnx.Rngs(0))
   rules, tx = nxp.fsdp(min_size=0), optax.adam(1e-2)
   plan = nxp.plan(init, nxp.make_mesh(fsdp=8), rules, optimizer=tx, uneven="pad")
-  assert {leaf.name: leaf.padding for leaf in plan.of("model").values()} == {
-    "embed.embedding": (3, 0),
-    "raw": (0, 0, 0),
-    "up.bias": (1,),
-    "up.kernel": (0, 1),
-  }
+  found = {leaf.name: leaf.padding for leaf in plan.of("model").values()}
+  assert found == {"embed.embedding": (3, 0), "raw": (0, 0, 0), "up.bias": (1,), "up.kernel": (0, 1)}
   assert all(leaf.copies == 1 for leaf in plan.leaves if leaf.padding and any(leaf.padding))
   assert plan["up.kernel"].decision.reason == "fsdp on the largest dim, padded"
   batches = [np.arange(i, i + 16).reshape(8, 2) % 13 for i in range(3)]

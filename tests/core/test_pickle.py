@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 
 
-class Net(nnx.Module):
-  """A Variable with names, and one without."""
-
+class Net(nnx.Module):  # A Variable with names, and one without
   def __init__(self, rngs):
     metadata = {"out_sharding": ("embed", "mlp")}
     self.named = nnx.Linear(8, 8, kernel_metadata=metadata, rngs=rngs)
@@ -72,10 +70,8 @@ def test_a_plan_and_a_model_come_back_and_train_on():
     np.testing.assert_array_equal(a, c)
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   x = np.ones((8, 8), np.float32)
-  losses = [
-    float(step(live, nnx.Optimizer(live, optax.sgd(0.1), wrt=nnx.Param), x)["loss"])
-    for live in (model, found)
-  ]
+  run = lambda live: float(step(live, nnx.Optimizer(live, optax.sgd(0.1), wrt=nnx.Param), x)["loss"])
+  losses = [run(model), run(found)]
   assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 

@@ -118,11 +118,9 @@ def on_devices(rng, of, depth):
 
   def step(xs):
     run = jax.shard_map(
-      lambda *xs: tuple(inner(list(xs))),
-      mesh=nxp.make_mesh(data=2, model=4, explicit=False),
-      in_specs=own,
+      lambda *xs: tuple(inner(list(xs))), mesh=nxp.make_mesh(data=2, model=4, explicit=False), in_specs=own,
       out_specs=own,
-    )
+    )  # fmt: skip
     return list(run(*xs))
 
   return step
@@ -191,9 +189,7 @@ def test_a_rule_gives_the_program_with_another_function(seed):
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_walk_keeps_gradients_also_those_of_custom_rules(seed):
-  def gradients(run):
-    return jax.jit(jax.grad(lambda xs: sum(x.sum() for x in run(*xs))))(INPUTS)
-
+  gradients = lambda run: jax.jit(jax.grad(lambda xs: sum(x.sum() for x in run(*xs))))(INPUTS)
   function = drawn(seed, more=())
   again = jax.extend.core.jaxpr_as_fun(rewrite(traced(function), lambda eqn, inputs: DEFAULT))
   assert_same(gradients(again), gradients(function))

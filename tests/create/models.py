@@ -10,9 +10,7 @@ from flax import nnx
 NAMES = {"kernel_metadata": {"out_sharding": ("embed", "mlp")}, "bias_metadata": {"out_sharding": ("mlp",)}}
 
 
-class Block(nnx.Module):
-  """A residual block with names on its kernels and none on its norm."""
-
+class Block(nnx.Module):  # A residual block with names on its kernels and none on its norm
   def __init__(self, width: int, rngs: nnx.Rngs):
     self.norm = nnx.LayerNorm(width, rngs=rngs)
     self.up = nnx.Linear(width, 4 * width, rngs=rngs, **NAMES)
@@ -24,9 +22,7 @@ class Block(nnx.Module):
     return x + self.dropout(self.down(nnx.relu(self.up(self.norm(x)))))
 
 
-class Stack(nnx.Module):
-  """Blocks, a tied embedding, batch statistics and a constant."""
-
+class Stack(nnx.Module):  # Blocks, a tied embedding, batch statistics and a constant
   def __init__(self, depth: int, width: int, rngs: nnx.Rngs):
     self.embed = nnx.Embed(32, width, rngs=rngs)
     self.blocks = nnx.List([Block(width, rngs) for _ in range(depth)])
@@ -41,8 +37,7 @@ class Stack(nnx.Module):
     return self.head.attend(self.statistics(x))
 
 
-def stack() -> Stack:
-  return Stack(2, 16, nnx.Rngs(0, dropout=1))
+stack = lambda: Stack(2, 16, nnx.Rngs(0, dropout=1))
 
 
 def loss(model: Stack, tokens: jax.Array) -> jax.Array:

@@ -15,16 +15,13 @@ import nnx_parallel as nxp
 from create.models import arrays_of
 
 
-class Net(nnx.Module):
-  """One kernel with names, one without, and a vector."""
-
+class Net(nnx.Module):  # One kernel with names, one without, and a vector
   def __init__(self, rngs: nnx.Rngs):
     self.up = nnx.Linear(128, 256, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
     self.down = nnx.Linear(256, 128, rngs=rngs)
 
 
-def net() -> Net:
-  return Net(nnx.Rngs(0))
+net = lambda: Net(nnx.Rngs(0))
 
 
 def is_kernel(params: optax.Params) -> optax.Params:
@@ -40,13 +37,11 @@ OPTIMIZERS = {
   "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2), optax.ema(0.9)),
   "dog": optax.contrib.dog(1e-2),
   "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-  "lbfgs": optax.lbfgs(memory_size=3, linesearch=None),
-  "masked": optax.masked(optax.adam(1e-2), is_kernel),
+  "lbfgs": optax.lbfgs(memory_size=3, linesearch=None), "masked": optax.masked(optax.adam(1e-2), is_kernel),
   "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
   "multi_transform": optax.multi_transform({"decay": optax.adamw(0.1), "plain": optax.sgd(0.1, 0.9)}, label),
-  "muon": optax.contrib.muon(1e-2),
-  "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
-}
+  "muon": optax.contrib.muon(1e-2), "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+}  # fmt: skip
 
 
 def eager(tx: optax.GradientTransformation) -> tuple[Net, nnx.Optimizer]:

@@ -99,13 +99,10 @@ def test_arrays_that_do_not_fit():
   plan = nxp.plan(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
   with pytest.raises(nxp.errors.PlanError) as caught:
     nxp.from_arrays({"kernel": np.ones((8, 4), np.float32), "scale": np.ones(3)}, plan)
-  assert str(caught.value) == (
-    "3 arrays do not fit the plan's module.\n"
-    "  bias: planned float32[16], given nothing\n"
-    "  kernel: planned float32[8,16], given float32[8,4] ndarray\n"
-    "  scale: given, and not in the plan\n"
-    "  Fix: give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them."
-  )
+  kernel = "kernel: planned float32[8,16], given float32[8,4] ndarray"
+  problems = ["bias: planned float32[16], given nothing", kernel, "scale: given, and not in the plan"]
+  assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == problems
+  assert "Fix: give one array for each leaf: [leaf.name for leaf in plan.leaves]" in str(caught.value)
   with pytest.raises(nxp.errors.PlanError, match="the plan has no optimizer, but one was given"):
     nxp.from_arrays({}, plan, optimizer={})
   plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.sgd(0.1))

@@ -15,9 +15,7 @@ import nnx_parallel as nxp
 from create.models import arrays_of, assert_same_arrays
 
 
-class Rotary(nnx.Module):
-  """A complex table assigned to an attribute without `nnx.data`."""
-
+class Rotary(nnx.Module):  # A complex table assigned to an attribute without `nnx.data`
   def __init__(self, rngs: nnx.Rngs):
     angles = jnp.outer(jnp.arange(8.0), jnp.ones(8))
     self.table = jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
@@ -40,9 +38,7 @@ class Unhashable(nnx.Module):
     return self.activation(self.linear(x))
 
 
-class Metadata(nnx.Module):
-  """Metadata that holds streams, dtypes and None."""
-
+class Metadata(nnx.Module):  # Metadata that holds streams, dtypes and None
   def __init__(self, rngs: nnx.Rngs):
     value = nnx.initializers.lecun_normal()(rngs.params(), (8, 16))
     self.kernel = nnx.Param(value, rngs=nnx.Rngs(3), dtype_hint=jnp.bfloat16, out_sharding=None)
@@ -51,9 +47,7 @@ class Metadata(nnx.Module):
     return x @ self.kernel[...]
 
 
-class Optional(nnx.Module):
-  """Modules or None, integer state, statistics, and functions between layers."""
-
+class Optional(nnx.Module):  # Modules or None, integer state, statistics, and functions between layers
   def __init__(self, rngs: nnx.Rngs):
     self.layers = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), jax.nn.gelu, nnx.BatchNorm(16, rngs=rngs))
     self.adapter: nnx.Linear | None = None
@@ -65,9 +59,7 @@ class Optional(nnx.Module):
     return self.layers(x) if self.adapter is None else self.adapter(self.layers(x))
 
 
-class Tied(nnx.Module):
-  """One Variable in two places, and one submodule twice in a list."""
-
+class Tied(nnx.Module):  # One Variable in two places, and one submodule twice in a list
   def __init__(self, rngs: nnx.Rngs):
     self.inner = nnx.Linear(8, 8, rngs=rngs)
     self.outer = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
@@ -78,9 +70,7 @@ class Tied(nnx.Module):
     return self.outer(self.twice[1](x))
 
 
-class Caching(nnx.Module):
-  """Makes a cache in its forward pass."""
-
+class Caching(nnx.Module):  # Makes a cache in its forward pass
   def __init__(self, rngs: nnx.Rngs):
     self.linear = nnx.Linear(8, 16, rngs=rngs)
 
@@ -115,9 +105,7 @@ def test_created_as_built_eagerly(name, compile):
     assert model.twice[0] is model.twice[1] is model.inner
 
 
-class Listed(nnx.Module):
-  """Arrays in a plain list, which flax refuses when the module is built eagerly."""
-
+class Listed(nnx.Module):  # Arrays in a plain list, which flax refuses when the module is built eagerly
   def __init__(self):
     self.tables = [jnp.ones((2, 2)), jnp.zeros(3)]
 
@@ -131,9 +119,7 @@ def test_a_list_of_arrays_names_the_attribute_and_the_mend():
   )
 
 
-class Attributes(nnx.Module):
-  """Modules where flax does not look for any."""
-
+class Attributes(nnx.Module):  # Modules where flax does not look for any
   def __init__(self, kind: str):
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     self.blocks = {"list": [linear], "dict": {"first": linear}, "appended": []}[kind]
@@ -163,19 +149,13 @@ class Tables:
 
 
 CONTAINERS: dict[str, Callable[[typing.Any, typing.Any], typing.Any]] = {
-  "tuple": lambda cos, sin: (cos, sin),
-  "dict": lambda cos, sin: {"sin": sin, "cos": cos},
-  "nested": lambda cos, sin: {"pairs": [cos, (sin, 3)]},
-  "named tuple": Pair,
-  "dataclass": Tables,
-  "numpy": lambda cos, sin: (cos, sin),
-  "beside a Variable": lambda cos, sin: (nnx.Param(cos), sin),
-}
+  "tuple": lambda cos, sin: (cos, sin), "dict": lambda cos, sin: {"sin": sin, "cos": cos},
+  "nested": lambda cos, sin: {"pairs": [cos, (sin, 3)]}, "named tuple": Pair, "dataclass": Tables,
+  "numpy": lambda cos, sin: (cos, sin), "beside a Variable": lambda cos, sin: (nnx.Param(cos), sin),
+}  # fmt: skip
 
 
-class Contained(nnx.Module):
-  """Arrays in a container that flax takes for data."""
-
+class Contained(nnx.Module):  # Arrays in a container that flax takes for data
   def __init__(self, container: str):
     self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     angles, made = np.arange(8, dtype=np.float32), np if container == "numpy" else jnp
@@ -186,8 +166,7 @@ class Contained(nnx.Module):
     return self.linear(x * cos[None] + sin[None])
 
 
-def contained_loss(model: Contained, batch: jax.Array) -> jax.Array:
-  return jnp.square(model(batch)).mean()
+contained_loss = lambda model, batch: jnp.square(model(batch)).mean()
 
 
 @pytest.mark.cases(4)

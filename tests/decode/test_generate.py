@@ -18,9 +18,7 @@ def kernel(*names):
   return {"out_sharding": names}
 
 
-class Block(nnx.Module):
-  """Attention with flax's own cache, and an MLP."""
-
+class Block(nnx.Module):  # Attention with flax's own cache, and an MLP
   def __init__(self, rngs):
     self.norm = nnx.LayerNorm(FEATURES, rngs=rngs)
     names = {"kernel_metadata": kernel("embed", "heads", None)}
@@ -152,10 +150,7 @@ class Grouped(nnx.Module):
 
   def __init__(self):
     rngs, normal = nnx.Rngs(0), nnx.initializers.normal(0.5)
-
-    def weight(names, *shape):
-      return nnx.Param(normal(rngs.params(), shape, jnp.float32), out_sharding=names)
-
+    weight = lambda names, *shape: nnx.Param(normal(rngs.params(), shape, jnp.float32), out_sharding=names)
     self.embed = weight((None, "embed"), VOCABULARY, FEATURES)
     self.query = weight(("embed", "heads", None, None), FEATURES, 8, 2, 4)
     self.key = weight(("embed", "heads", None), FEATURES, 8, 4)
@@ -163,9 +158,7 @@ class Grouped(nnx.Module):
     self.head = weight(("heads", None, None, None), 8, 2, 4, VOCABULARY)
 
   def __call__(self, tokens, position, cache):
-    def part(x, equation, weight, *names):
-      return jnp.einsum(equation, x, nxp.constrain(weight[...], *names))
-
+    part = lambda x, equation, weight, *names: jnp.einsum(equation, x, nxp.constrain(weight[...], *names))
     x = part(jax.nn.one_hot(tokens[:, 0], VOCABULARY), "bv,vf->bf", self.embed, None, None)
     q = part(x, "bf,fhgd->bhgd", self.query, None, "heads", None, None)
     new = [part(x, "bf,fhd->bhd", w, None, "heads", None) for w in (self.key, self.value)]
@@ -258,9 +251,7 @@ def test_equal_prompts_of_several_shards_draw_different_tokens():
   assert len(set(map(tuple, found))) == BATCH
 
 
-class Counting(nnx.Module):
-  """Its cache counts the tokens that it has read; its logits repeat the last token."""
-
+class Counting(nnx.Module):  # Its cache counts the tokens that it has read; its logits repeat the last token
   def __init__(self, kind=nnx.Cache):
     self.read = kind(jnp.zeros((), jnp.int32))
 

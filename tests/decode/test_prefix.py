@@ -21,15 +21,10 @@ def whole(init, sampling):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("init", "layout", "options"),
-  [
-    (ragged.Listed, "both", {}),
-    (ragged.Stacked, "dp", {"prefill": 4}),
-    (ragged.Recurrent, "dp", {"prefill": 4}),
-    (ragged.Listed, "both", {"slots": 8, "prefill": 4}),
-  ],
-)
+@pytest.mark.parametrize(("init", "layout", "options"), [
+  (ragged.Listed, "both", {}), (ragged.Stacked, "dp", {"prefill": 4}),
+  (ragged.Recurrent, "dp", {"prefill": 4}), (ragged.Listed, "both", {"slots": 8, "prefill": 4}),
+])  # fmt: skip
 @pytest.mark.slow
 def test_tokens_are_those_of_whole_prompts(init, layout, options):
   sampling = options.get("sampling", plain.DRAWN)

@@ -20,9 +20,7 @@ LENGTHS = np.array([1, 41, 2, 17, 40, 9, 33, 16])
 LAYOUTS = {"dp": {"data": 8}, "both": {"fsdp": 4, "tensor": 2}}
 
 
-class Listed(plain.Model):
-  """Flax's caches, in a list of layers; `rows` is the batch of the caches."""
-
+class Listed(plain.Model):  # Flax's caches, in a list of layers; `rows` is the batch of the caches
   def __init__(self, rows):
     super().__init__()
     for block in self.blocks:
@@ -126,9 +124,7 @@ def test_rows_have_the_tokens_of_each_row_alone(init, layout):
   assert found.tokens.sharding.spec[0] == model.embed.embedding[...].sharding.mesh.axis_names[0]
 
 
-class OneBatch(Recurrent):
-  """It takes a batch of 8 only."""
-
+class OneBatch(Recurrent):  # It takes a batch of 8 only
   def __call__(self, tokens):
     return super().__call__(tokens.reshape(BATCH, -1))
 

@@ -15,9 +15,7 @@ NEW, WIDTH, LENGTH, VOCABULARY = plain.NEW, plain.WIDTH, plain.LENGTH, plain.VOC
 LAYOUTS = {"dp": {"data": 8}, "both": {"fsdp": 4, "tensor": 2}}
 
 
-class One(plain.Model):
-  """The same model with caches of one row."""
-
+class One(plain.Model):  # The same model with caches of one row
   def __init__(self):
     super().__init__()
     for block in self.blocks:
@@ -33,9 +31,7 @@ def sharded(init, layout):
   return placed(nxp.plan(init, nxp.make_mesh(axes), rules))
 
 
-class Calls:
-  """Counts the calls of a model, by the number of tokens."""
-
+class Calls:  # Counts the calls of a model, by the number of tokens
   def __init__(self):
     self.seen = []
 
@@ -59,9 +55,7 @@ def test_prompts_read_several_tokens_at_once(layout):
   assert calls.seen.count(1) == WIDTH + NEW - 1 - 2
 
 
-class Scaled(nnx.MultiHeadAttention):
-  """A subclass with a call of its own."""
-
+class Scaled(nnx.MultiHeadAttention):  # A subclass with a call of its own
   def __call__(self, *args, **options):
     return 2 * super().__call__(*args, **options)
 

@@ -21,9 +21,7 @@ PHONE, DESK = 420, 1280  # pixels
 pytestmark = pytest.mark.skipif(not PAGES, reason="`make site` builds the site")
 
 
-class Page(HTMLParser):
-  """The targets of a page's links, and its anchors."""
-
+class Page(HTMLParser):  # The targets of a page's links, and its anchors
   def __init__(self, name: str):
     super().__init__()
     self.links, self.anchors = list[str](), set[str]()
@@ -52,9 +50,7 @@ def test_each_link_leads_somewhere():
   assert not dead
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-  """Serves files without a line for each."""
-
+class Quiet(http.server.SimpleHTTPRequestHandler):  # Serves files without a line for each
   def log_message(self, format: str, *args: object) -> None:
     del format, args
 

@@ -48,20 +48,16 @@ def test_the_variables_of_torchrun():
     bringup.from_torchrun(TORCHRUN | {"RANK": "one"})
 
 
-@pytest.mark.parametrize(
-  ("variables", "expected"),
-  [
-    ({}, None),
-    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3"}, None),
-    ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, []),
-    ({"SLURM_STEP_TASKS_PER_NODE": "8", "CUDA_VISIBLE_DEVICES": "5"}, []),
-    ({"SLURM_STEP_TASKS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, None),
-    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, []),
-    (TORCHRUN, []),
-    (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, [1]),
-    (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "2"}, []),
-  ],
-)
+@pytest.mark.parametrize(("variables", "expected"), [
+  ({}, None),
+  ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3"}, None),
+  ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, []),
+  ({"SLURM_STEP_TASKS_PER_NODE": "8", "CUDA_VISIBLE_DEVICES": "5"}, []),
+  ({"SLURM_STEP_TASKS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, None),
+  ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, []), (TORCHRUN, []),
+  (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, [1]),
+  (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "2"}, []),
+])  # fmt: skip
 def test_the_gpus_of_a_process(variables, expected):
   assert bringup.visible_devices(variables) == expected
 

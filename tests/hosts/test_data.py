@@ -81,16 +81,13 @@ def test_items_by_index_are_no_batches_unless_the_call_says_so(source):
   assert [batch.shape for batch in nxp.batches(iter(source), plan)] == [(8,)] * 16
 
 
-@pytest.mark.parametrize(
-  ("batch", "message"),
-  [
-    ({"x": np.zeros((0, 3))}, r"batch\['x'\] has no examples\.\n  shape \(0, 3\)"),
-    ({"label": ["cat"]}, r"batch\['label'\]\[0\] is not an array of numbers\."),
-    ({"label": np.array(["cat"] * 8)}, r"batch\['label'\] is not an array of numbers\."),
-    ({"day": np.zeros(8, "datetime64[D]")}, r"batch\['day'\] is not an array of numbers\."),
-    ({"row": np.zeros(8, [("x", "f4")])}, r"batch\['row'\] is not an array of numbers\."),
-  ],
-)
+@pytest.mark.parametrize(("batch", "message"), [
+  ({"x": np.zeros((0, 3))}, r"batch\['x'\] has no examples\.\n  shape \(0, 3\)"),
+  ({"label": ["cat"]}, r"batch\['label'\]\[0\] is not an array of numbers\."),
+  ({"label": np.array(["cat"] * 8)}, r"batch\['label'\] is not an array of numbers\."),
+  ({"day": np.zeros(8, "datetime64[D]")}, r"batch\['day'\] is not an array of numbers\."),
+  ({"row": np.zeros(8, [("x", "f4")])}, r"batch\['row'\] is not an array of numbers\."),
+])  # fmt: skip
 def test_what_is_no_batch(batch, message):
   with pytest.raises(nxp.errors.ShardingError, match=message):
     nxp.shard_batch(batch, _plan(data=8))

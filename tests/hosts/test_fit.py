@@ -116,15 +116,12 @@ with nxp.Checkpointer(folder) as checkpointer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("mode", "texts", "saved"),
-  [
-    ("ends", ["step 4 cannot be made: the data of processes [1] of 2 has ended"] * 2, [3]),
-    ("fails", ["the data of processes [1] failed (ValueError: a bad shard)", "ValueError a bad shard"], [3]),
-    ("rows", ["step 4 cannot be made: processes [1] have another batch than process 0"] * 2, [3]),
-    ("steps", ["step 1 cannot be made: processes [1] have another batch than process 0"] * 2, []),
-  ],
-)
+@pytest.mark.parametrize(("mode", "texts", "saved"), [
+  ("ends", ["step 4 cannot be made: the data of processes [1] of 2 has ended"] * 2, [3]),
+  ("fails", ["the data of processes [1] failed (ValueError: a bad shard)", "ValueError a bad shard"], [3]),
+  ("rows", ["step 4 cannot be made: processes [1] have another batch than process 0"] * 2, [3]),
+  ("steps", ["step 1 cannot be made: processes [1] have another batch than process 0"] * 2, []),
+])  # fmt: skip
 def test_processes_agree_on_the_end_and_save_the_last_step(tmp_path, mode, texts, saved):
   for out, text in zip(run_two(UNEVEN, tmp_path / "run", mode), texts, strict=True):
     assert text in out

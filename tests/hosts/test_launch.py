@@ -231,15 +231,12 @@ def test_what_is_started(tmp_path):
     command_of([str(tmp_path / "none.py")])
 
 
-@pytest.mark.parametrize(
-  ("words", "message"),
-  [
-    ([], "no recipe and no script"),
-    (["--cluster", "-n", "2", "--", "text_lm"], "--cluster starts one process"),
-    (["--restarts", "-1", "--", "text_lm"], "cannot be negative"),
-    (["--restarts", "1", "--", "text_lm"], "add --checkpoint DIR"),
-  ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+  ([], "no recipe and no script"),
+  (["--cluster", "-n", "2", "--", "text_lm"], "--cluster starts one process"),
+  (["--restarts", "-1", "--", "text_lm"], "cannot be negative"),
+  (["--restarts", "1", "--", "text_lm"], "add --checkpoint DIR"),
+])  # fmt: skip
 def test_wrong_usage(words, message, capsys):
   with pytest.raises(SystemExit) as caught:
     main(["launch", *words])
@@ -332,17 +329,11 @@ def losses(lines):
 
 @pytest.mark.cases(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("way", "failure", "again"),
-  [
-    ("kill", "process 1 failed first: killed by SIGKILL", 5),
-    ("coordinator", "failed first", 5),
-    ("stop", "that does: no step for 4 s; last steps", 5),
-    ("disk", "File too large", 1),
-    ("corrupt", "step 4 was passed over", 3),
-    ("slow", "", 1),
-  ],
-)
+@pytest.mark.parametrize(("way", "failure", "again"), [
+  ("kill", "process 1 failed first: killed by SIGKILL", 5), ("coordinator", "failed first", 5),
+  ("stop", "that does: no step for 4 s; last steps", 5), ("disk", "File too large", 1),
+  ("corrupt", "step 4 was passed over", 3), ("slow", "", 1),
+])  # fmt: skip
 def test_a_disturbed_run_ends_with_the_losses_of_an_undisturbed_one(tmp_path, script, way, failure, again):
   file, wanted = script
   lines: list[str] = []

@@ -18,9 +18,7 @@ def _plan(rules=None, **axes):
   return nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(**axes or {"data": 8}), rules)
 
 
-class Source:
-  """Samples {"id": i, "x": (3,)}; one may fail."""
-
+class Source:  # Samples {"id": i, "x": (3,)}; one may fail
   def __init__(self, length, bad=None):
     self.length, self.bad = length, bad
 

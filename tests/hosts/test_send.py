@@ -16,9 +16,7 @@ FIRST, LAST = jax.devices()[:4], jax.devices()[4:]
 X = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
 
 
-class Net(nnx.Module):
-  """Two layers, with random state."""
-
+class Net(nnx.Module):  # Two layers, with random state
   def __init__(self, width: int, seed: int, dtype: Any = jnp.float32):
     rngs = nnx.Rngs(seed)
     self.up = nnx.Linear(16, width, rngs=rngs, param_dtype=dtype, dtype=dtype)

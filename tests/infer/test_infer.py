@@ -129,9 +129,7 @@ def test_a_loss_may_be_traced_instead():
   assert found["layers.0.self_attn.o_proj.kernel"] == P("tensor", None)
 
 
-class Nested(nnx.Module):
-  """A path that ends like a longer one: ('kernel' of) `up` and `inner.up`."""
-
+class Nested(nnx.Module):  # A path that ends like a longer one: ('kernel' of) `up` and `inner.up`
   def __init__(self, rngs):
     self.inner = nnx.Dict(up=nnx.Linear(16, 64, rngs=rngs), down=nnx.Linear(64, 30, rngs=rngs))
     self.up, self.down = nnx.Linear(30, 16, rngs=rngs), nnx.Linear(16, 30, rngs=rngs)
@@ -204,9 +202,7 @@ def test_a_recurrent_cell_is_never_split_on_both_sides():
   assert all(sum(entry is not None for entry in spec) <= 1 for spec in found.values())
 
 
-class Annotated(nnx.Module):
-  """Names of both kinds on kernels; an activation has a name that no parameter has."""
-
+class Annotated(nnx.Module):  # Names of both kinds on kernels; an activation has a name that no parameter has
   def __init__(self, rngs, names=("embed", "mlp"), **metadata):
     def linear(n, m, names):
       init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names, **metadata)

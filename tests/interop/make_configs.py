@@ -24,40 +24,28 @@ CASES = Path(__file__).parent / "references" / "configs.json.gz"
 Case = dict[str, Any]
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: list[Any] = [
-  None,
-  {"rope_type": "default"},
-  {"rope_type": "default", "rope_theta": 20.0},
-  {"rope_type": "default", "factor": 4.0},
-  {"type": "linear", "factor": 3.0},
+  None, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 20.0},
+  {"rope_type": "default", "factor": 4.0}, {"type": "linear", "factor": 3.0},
   {"rope_type": "linear", "factor": 3.0, "rope_theta": 30.0},
-  {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
-  {"rope_type": "linear"},
+  {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, {"rope_type": "linear"},
   {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 8, "rope_theta": 50.0},
-  {"rope_type": "llama3", **LLAMA3},
-  {"rope_type": "llama3", "factor": 2.0},
+  {"rope_type": "llama3", **LLAMA3}, {"rope_type": "llama3", "factor": 2.0},
   {"type": "dynamic", "factor": 2.0},
   {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8},
-]
+]  # fmt: skip
 KINDS = ["full_attention", "sliding_attention"]
 ACTIVATIONS = ["silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
 
 DECODER: dict[str, list[Any]] = {
-  "hidden_act": ACTIVATIONS,
-  "rms_norm_eps": [1e-6, 1e-2],
-  "tie_word_embeddings": [True, False],
-  "rope_theta": [10.0, 100.0],
-  "rope_scaling": ROPES,
-  "rope_parameters": ROPES,
-  "num_key_value_heads": [1, 1, 1, 2, 2, 2, None, 4],
-  "head_dim": [2, 4, 4, 4, None],
+  "hidden_act": ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-2], "tie_word_embeddings": [True, False],
+  "rope_theta": [10.0, 100.0], "rope_scaling": ROPES, "rope_parameters": ROPES,
+  "num_key_value_heads": [1, 1, 1, 2, 2, 2, None, 4], "head_dim": [2, 4, 4, 4, None],
   "max_position_embeddings": [16, 64],
-}
+}  # fmt: skip
 WINDOWS: dict[str, list[Any]] = {
-  "use_sliding_window": [True, False],
-  "sliding_window": [2, 3, None],
-  "max_window_layers": [0, 1, 2],
+  "use_sliding_window": [True, False], "sliding_window": [2, 3, None], "max_window_layers": [0, 1, 2],
   "layer_types": [None, KINDS, KINDS[::-1], [KINDS[0]] * 2, [KINDS[1]] * 2, KINDS[:1]],
-}
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, list[Any]]] = {
   "llama": {**DECODER, "attention_bias": [True, False], "mlp_bias": [True, False]},
   "mistral": {**DECODER, "sliding_window": [2, 3, None]},

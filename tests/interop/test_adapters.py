@@ -24,9 +24,7 @@ class Two(nnx.Module):
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_merged_adapters_of_flax(explicit):
-  def with_adapters(*sizes, rngs):
-    return nnx.LoRALinear(*sizes, lora_rank=3, rngs=rngs)
-
+  with_adapters = lambda *sizes, rngs: nnx.LoRALinear(*sizes, lora_rank=3, rngs=rngs)
   mesh, rules = nxp.make_mesh(AXES, explicit=explicit), [nxp.fsdp(min_size=64)]
   model = nxp.create_sharded_model(lambda: Two(with_adapters), mesh, rules)
   base = nxp.create_sharded_model(lambda: Two(nnx.Linear), mesh, rules)

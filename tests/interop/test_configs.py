@@ -65,14 +65,10 @@ def test_the_defaults_of_transformers(family):
     settings({"model_type": family, key: value})
 
 
-@pytest.mark.parametrize(
-  ("config", "size"),
-  [
-    ({"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4}, 128),
-    ({"model_type": "llama", "hidden_size": 64}, 2),
-    ({"model_type": "gemma"}, 256),
-  ],
-)
+@pytest.mark.parametrize(("config", "size"), [
+  ({"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4}, 128),
+  ({"model_type": "llama", "hidden_size": 64}, 2), ({"model_type": "gemma"}, 256),
+])  # fmt: skip
 def test_sizes_that_a_config_leaves_out(tmp_path, config, size):
   (tmp_path / "config.json").write_text(json.dumps(config))
   sizes = {

@@ -82,10 +82,7 @@ def test_a_decoder_with_a_cache_gives_the_same_logits_and_tokens(family):
     logits, cache = step(model, tokens[:, n : n + 1], cache, n)
     found.append(logits)
   np.testing.assert_allclose(jnp.concatenate(found, 1), wanted, rtol=1e-4, atol=1e-4)
-
-  def call(model, tokens, position, cache):
-    return model(tokens, cache, position)
-
+  call = lambda model, tokens, position, cache: model(tokens, cache, position)
   prompts = np.asarray(tokens)[:, :6] + np.arange(4)[:, None]
   for options in ({"prefill": 4}, {"slots": 4}):
     generate = nxp.generator(4, call=call, cache=model.empty_cache, **options)

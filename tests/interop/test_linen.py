@@ -23,9 +23,7 @@ RULES = nxp.LogicalRules(batch="data", hidden="model", embed=None, layer=None)
 DEPTH, BATCH = 64, 8
 
 
-class DotReluDot(nn.Module):
-  """The layer of Linen's guide to several devices."""
-
+class DotReluDot(nn.Module):  # The layer of Linen's guide to several devices
   depth: int
   logical: bool
 
@@ -52,18 +50,13 @@ class MLP(nn.Module):
         x, _ = DotReluDot(DEPTH, self.logical)(x)
       return x
     layers = nn.scan(
-      DotReluDot,
-      length=self.layers,
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
+      DotReluDot, length=self.layers, variable_axes={"params": 0}, split_rngs={"params": True},
       metadata_params={nn.PARTITION_NAME: "layer" if self.logical else None},
-    )
+    )  # fmt: skip
     return layers(DEPTH, self.logical)(x)[0]
 
 
-class Net(nn.Module):
-  """Everything that has state: statistics, dropout; rematerialised."""
-
+class Net(nn.Module):  # Everything that has state: statistics, dropout; rematerialised
   @nn.compact
   def __call__(self, x, train=False):
     x = nn.remat(nn.Dense)(16, name="up")(x)
@@ -82,8 +75,7 @@ def planned(net, x, optimizer=None, mesh=None, rules=RULES):
   return nxp.plan(init, mesh or nxp.make_mesh(data=2, model=4), rules, optimizer=optimizer)
 
 
-def loss_fn(model, x):
-  return (model(x) ** 2).mean()
+loss_fn = lambda model, x: (model(x) ** 2).mean()
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -183,9 +175,7 @@ class Block(nnx.Module):
     self.down = nnx.Linear(DEPTH, DEPTH, use_bias=False, rngs=rngs)
 
 
-class Rewritten(nnx.Module):
-  """The same model written for nnx."""
-
+class Rewritten(nnx.Module):  # The same model written for nnx
   def __init__(self, rngs):
     self.blocks = nnx.List([Block(rngs) for _ in range(4)])
 
@@ -211,15 +201,12 @@ def test_a_model_rewritten_for_nnx_takes_the_weights(scan):
   jax.tree.map(np.testing.assert_array_equal, back, meta.unbox(variables))
 
 
-@pytest.mark.parametrize(
-  ("source", "message"),
-  [
-    (b"\xc1 no msgpack", r"cannot read these bytes as msgpack"),
-    ("nowhere.msgpack", r"cannot read nowhere.msgpack as msgpack(.|\n)*restore_orbax"),
-    (serialization.msgpack_serialize(np.ones(3)), r"expected variables of Linen, but got a ndarray"),
-    ({"params": {"up": {"kernel": np.ones((3, 4), np.float32)}}}, r"missing  down.kernel: needs params.down"),
-  ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+  (b"\xc1 no msgpack", r"cannot read these bytes as msgpack"),
+  ("nowhere.msgpack", r"cannot read nowhere.msgpack as msgpack(.|\n)*restore_orbax"),
+  (serialization.msgpack_serialize(np.ones(3)), r"expected variables of Linen, but got a ndarray"),
+  ({"params": {"up": {"kernel": np.ones((3, 4), np.float32)}}}, r"missing  down.kernel: needs params.down"),
+])  # fmt: skip
 def test_what_cannot_be_read(source, message):
   with pytest.raises(CheckpointError, match=message):
     import_linen(source, planned(Net(), inputs()))

@@ -32,9 +32,7 @@ AXES = {"fsdp": 4, "tensor": 2}
 RULES = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=256)]
 
 
-class Block(nnx.Module):
-  """Attention and two layers."""
-
+class Block(nnx.Module):  # Attention and two layers
   def __init__(self, rngs):
     self.attention = nnx.MultiHeadAttention(4, 32, rngs=rngs, decode=False)
     self.norm = nnx.LayerNorm(32, rngs=rngs)
@@ -45,9 +43,7 @@ class Block(nnx.Module):
     return x + self.down(nnx.relu(self.up(x)))
 
 
-class Net(nnx.Module):
-  """Two blocks."""
-
+class Net(nnx.Module):  # Two blocks
   def __init__(self, rngs):
     self.blocks = nnx.List([Block(rngs) for _ in range(2)])
 
@@ -57,8 +53,7 @@ class Net(nnx.Module):
     return x
 
 
-def base_init():
-  return Net(nnx.Rngs(0))
+base_init = lambda: Net(nnx.Rngs(0))
 
 
 def init(**options):

@@ -77,12 +77,8 @@ def test_inside_another_tree_and_among_others(tmp_path):
 
 
 def test_a_checkpoint_of_another_depth(tmp_path):
-  def init(depth):
-    return nnx.Dict(layers=nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(depth)]))
-
-  def plan_of(depth):
-    return nxp.plan(lambda: init(depth), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
-
+  init = lambda depth: nnx.Dict(layers=nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(depth)]))
+  plan_of = lambda depth: nxp.plan(lambda: init(depth), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1))
   model = init(12)
   ocp.save(tmp_path / "step", {"net": nnx.state(model), "cursor": jnp.ones(2)})
   text = r"(?s)it does not fit the target\.\n  extra    model/layers\.10\.bias\n.*leave out: skip=\[\.\.\.\]"

@@ -23,9 +23,7 @@ AXES = {"fsdp": 4, "tensor": 2}
 RULES = [nxp.LogicalRules(batch="fsdp", embed=None, mlp="tensor"), nxp.replicate()]
 
 
-class Net(nnx.Module):
-  """Has a Variable that a call changes, a list, and bfloat16."""
-
+class Net(nnx.Module):  # Has a Variable that a call changes, a list, and bfloat16
   def __init__(self):
     rngs = nnx.Rngs(0)
     names = {"out_sharding": ("embed", "mlp")}

@@ -35,14 +35,11 @@ class Block(nnx.Module):
 
 
 WEIGHT_MAP = WeightMap(
-  Rule("fc.weight", "layers.{i}.kernel", "o layer i -> layer i o"),
-  Rule("fc.{i}.bias", "layers.{i}.bias"),
-  Rule("q.weight", "query", "(h d) e -> e h d", d=6),
-  Rule("o.weight", "out", "h d e -> (h d) e", d=6),
+  Rule("fc.weight", "layers.{i}.kernel", "o layer i -> layer i o"), Rule("fc.{i}.bias", "layers.{i}.bias"),
+  Rule("q.weight", "query", "(h d) e -> e h d", d=6), Rule("o.weight", "out", "h d e -> (h d) e", d=6),
   Rule("s.{i}.weight", "stacked", "layer o i -> layer i o"),
-  Rule("embed", ("table", "head"), dtype=np.float32),
-  ignore=["*.inv_freq"],
-)
+  Rule("embed", ("table", "head"), dtype=np.float32), ignore=["*.inv_freq"],
+)  # fmt: skip
 
 
 def make_plan(**mesh):
@@ -82,9 +79,7 @@ def test_many_files_have_an_index_that_others_read(tmp_path):
 
 
 def test_padding_is_cut_and_added(tmp_path):
-  def init():
-    return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "x")})
-
+  init = lambda: nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "x")})
   plan = nxp.plan(init, nxp.make_mesh(x=8), uneven="pad")
   model = nxp.create_sharded_model(plan)
   export_safetensors(tmp_path / "out", model)
@@ -250,14 +245,10 @@ def entry(shape, begin, end, dtype="F32"):
 
 HEADERS = {
   "an overlap": {"a": entry([2], 0, 8), "b": entry([3], 0, 12)},
-  "half an overlap": {"a": entry([2], 0, 8), "b": entry([2], 4, 12)},
-  "a gap": {"a": entry([2], 4, 12)},
-  "too many bytes": {"a": entry([2], 0, 12)},
-  "a negative shape": {"a": entry([-1, -3], 0, 12)},
-  "no offsets": {"a": {"dtype": "F32", "shape": [3]}},
-  "great depth": "[" * 100_000,
-  "great size": None,
-}
+  "half an overlap": {"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, "a gap": {"a": entry([2], 4, 12)},
+  "too many bytes": {"a": entry([2], 0, 12)}, "a negative shape": {"a": entry([-1, -3], 0, 12)},
+  "no offsets": {"a": {"dtype": "F32", "shape": [3]}}, "great depth": "[" * 100_000, "great size": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lie", HEADERS)

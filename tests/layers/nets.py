@@ -13,9 +13,7 @@ from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 X = jnp.linspace(-1, 1, 24).reshape(2, 3, 4)
 
 
-class Layer(nnx.Module):
-  """A product, a mask, a flag, a factor, and a count of its calls."""
-
+class Layer(nnx.Module):  # A product, a mask, a flag, a factor, and a count of its calls
   def __init__(self, rngs, index=0):
     self.linear = nnx.Linear(4, 4, rngs=rngs)
     self.calls = nnx.BatchStat(jnp.zeros(()))
@@ -28,9 +26,7 @@ class Layer(nnx.Module):
     return -x if flag else x
 
 
-class Net(nnx.Module):
-  """Layers, called by a function of the list and the input."""
-
+class Net(nnx.Module):  # Layers, called by a function of the list and the input
   def __init__(self, depth, run, kind=Layer):
     rngs = nnx.Rngs(0)
     self.layers = nnx.List([kind(rngs, n) for n in range(depth)])
@@ -46,8 +42,7 @@ def in_turn(layers, x):
   return x
 
 
-def loss(model, x):
-  return (model(x) ** 2).sum()
+loss = lambda model, x: (model(x) ** 2).sum()
 
 
 def found(net, loss, x=X):

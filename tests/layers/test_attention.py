@@ -27,10 +27,7 @@ TABLE = RANDOM.normal(size=(40, HEADS)).astype(np.float32)
 
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
-
-
-def causal():
-  return jnp.arange(QUERIES)[:, None] + KEYS - QUERIES >= jnp.arange(KEYS)[None]
+causal = lambda: jnp.arange(QUERIES)[:, None] + KEYS - QUERIES >= jnp.arange(KEYS)[None]
 
 
 def attend(q, k, v, change=lambda s: s, weights=lambda w: w, softmax=jax.nn.softmax):
@@ -128,9 +125,7 @@ CASES = {
 
 
 def loss_of(attention):
-  def loss(arrays, direction):
-    return (attention(*arrays) * direction).sum()
-
+  loss = lambda arrays, direction: (attention(*arrays) * direction).sum()
   return loss
 
 
@@ -156,10 +151,7 @@ def test_blocks_equal_the_whole(name):
   assert largest(jax.grad(blocks), arrays, direction) < scores
 
 
-def squares(model, x):
-  return (model(x) ** 2).mean()
-
-
+squares = lambda model, x: (model(x) ** 2).mean()
 TOKENS = np.random.default_rng(0).integers(1, 64, (4, 14))
 MODELS = {
   "llama": (lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss),
@@ -215,9 +207,7 @@ def test_forward_mode_agrees():
     def __init__(self):
       self.q, self.k, self.v = nnx.Param(Q), nnx.Param(K), nnx.Param(V)
 
-  def loss(model, x):
-    return (attend(model.q[...], model.k[...], model.v[...]) * x).sum()
-
+  loss = lambda model, x: (attend(model.q[...], model.k[...], model.v[...]) * x).sum()
   direction = np.linspace(-1, 1, Q.size, dtype=np.float32).reshape(Q.shape)
   assert nxp.check_gradients(Attention(), direction, nxp.with_layers(loss, attention=5))
 

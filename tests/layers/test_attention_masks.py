@@ -26,9 +26,7 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-  """An attention with a mask."""
-
+class Case:  # An attention with a mask
   way: str
   shards: int  # of the mesh axis; 1: no mesh
   rows: int
@@ -50,41 +48,26 @@ class Case:
     rows, columns = (int(draw.integers(2, 12)) * int(draw.choice([1, shards])) for _ in range(2))
     chosen = draw.choice(PARTS, size=draw.integers(0, 4), replace=False)
     return cls(
-      way=way,
-      shards=shards,
-      rows=rows + 2,
-      columns=rows + 2 if draw.integers(2) else columns + 2,
-      block=int(draw.integers(2, 9)),
-      parts=tuple((str(name), int(draw.integers(-3, 8))) for name in chosen),
-      form=str(draw.choice(["selected", "selected", "added", "where"])),
-      fill=float(draw.choice(FILLS)),
-      cap=2.5 if draw.integers(3) == 0 else None,
-      has_bias=bool(draw.integers(3) == 0),
-      kv_heads=int(draw.choice([2, HEADS])),
-      full=bool(draw.integers(2)),
-    )
+      way=way, shards=shards, rows=rows + 2, columns=rows + 2 if draw.integers(2) else columns + 2,
+      block=int(draw.integers(2, 9)), parts=tuple((str(name), int(draw.integers(-3, 8))) for name in chosen),
+      form=str(draw.choice(["selected", "selected", "added", "where"])), fill=float(draw.choice(FILLS)),
+      cap=2.5 if draw.integers(3) == 0 else None, has_bias=bool(draw.integers(3) == 0),
+      kv_heads=int(draw.choice([2, HEADS])), full=bool(draw.integers(2)),
+    )  # fmt: skip
 
   def seen(self, segments, lengths):
     """The mask of queries and keys `[batch or 1, 1, rows or 1, columns]`."""
     shape = (1, 1, self.rows, self.columns)
-    i, j = (
-      jax.lax.broadcasted_iota(jnp.int32, shape, d)
-      if self.full
-      else jnp.arange(shape[d]).reshape([-1 if d == e else 1 for e in range(4)])
-      for d in (2, 3)
-    )
+    along = lambda d: jnp.arange(shape[d]).reshape([-1 if d == e else 1 for e in range(4)])
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, shape, d) if self.full else along(d) for d in (2, 3))
     rows, columns = segments[:, None, : self.rows, None], segments[:, None, None, : self.columns]
     rules = {
-      "causal": lambda n: i + n >= j,
-      "window": lambda n: i - j < abs(n) + 1,
-      "both sides": lambda n: abs(i - j + n) < 6,
-      "chunks": lambda n: i // (abs(n) + 1) == j // (abs(n) + 1),
-      "prefix": lambda n: (i >= j) | (j < n),
-      "documents": lambda n: rows == columns,
+      "causal": lambda n: i + n >= j, "window": lambda n: i - j < abs(n) + 1,
+      "both sides": lambda n: abs(i - j + n) < 6, "chunks": lambda n: i // (abs(n) + 1) == j // (abs(n) + 1),
+      "prefix": lambda n: (i >= j) | (j < n), "documents": lambda n: rows == columns,
       "padding": lambda n: j < lengths[:, None, None, None],
-      "scaled": lambda n: (i - j) * np.float32(0.1) <= 0.1 * n,
-      "thirds": lambda n: (i - j) % 3 != n % 3,
-    }
+      "scaled": lambda n: (i - j) * np.float32(0.1) <= 0.1 * n, "thirds": lambda n: (i - j) % 3 != n % 3,
+    }  # fmt: skip
     seen = functools.reduce(jnp.logical_and, [rules[name](n) for name, n in self.parts])
     # Where the hidden are nothing at all, a row that sees nothing is NaN as it is written.
     return seen | (j == 0) if self.form == "where" or self.fill == -math.inf else seen
@@ -113,10 +96,8 @@ class Case:
 def arrays(case, seed):
   draw = np.random.default_rng(seed)
   heads = HEADS, case.kv_heads, case.kv_heads
-  q, k, v = (
-    draw.normal(size=(2, length, own, WIDTH)).astype(np.float32)
-    for length, own in zip((case.rows, case.columns, case.columns), heads, strict=True)
-  )
+  one = lambda length, own: draw.normal(size=(2, length, own, WIDTH)).astype(np.float32)
+  q, k, v = map(one, (case.rows, case.columns, case.columns), heads)
   bias = draw.normal(size=(HEADS, case.rows, case.columns)).astype(np.float32)
   segments = np.sort(draw.integers(0, 3, (2, max(case.rows, case.columns)))).astype(np.int32)
   lengths = draw.integers(1, case.columns + 1, 2).astype(np.int32)

@@ -43,18 +43,15 @@ def of_data(rows, columns):
 
 
 FORMS = {
-  "causal": ({}, {}, None),
-  "window": ({}, {"seen": functools.partial(causal, window=50)}, None),
+  "causal": ({}, {}, None), "window": ({}, {"seen": functools.partial(causal, window=50)}, None),
   "all": ({}, {"seen": lambda r, c: causal(r, c) | ~causal(r, c)}, None),
   "mask": ({}, {"seen": of_data}, None),
   "row without keys": ({}, {"seen": lambda r, c: causal(r, c) & (jnp.arange(r)[:, None] > 4)}, None),
-  "more keys": ({"keys": 640}, {}, None),
-  "float16": ({"dtype": jnp.float16}, {}, None),
-  "72 features": ({"features": 72}, {}, None),
-  "20 features": ({"features": 20}, {}, "multiple of 8"),
+  "more keys": ({"keys": 640}, {}, None), "float16": ({"dtype": jnp.float16}, {}, None),
+  "72 features": ({"features": 72}, {}, None), "20 features": ({"features": 20}, {}, "multiple of 8"),
   "odd length": ({"length": 333}, {"seen": of_data}, "Unsupported sequence length"),
   "float32": ({"dtype": jnp.float32}, {}, "got float32"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -62,10 +59,7 @@ def test_values_and_gradients(name):
   shape, options, reason = FORMS[name]
   given = arrays(**shape)
   factor = np.random.default_rng(2).normal(size=given[0].shape).astype(np.float32)
-
-  def loss(given, factor):
-    return (attend(*given, **options).astype(jnp.float32) * factor).sum()
-
+  loss = lambda given, factor: (attend(*given, **options).astype(jnp.float32) * factor).sum()
   used = LayersUsed()
   fused = with_options(loss, LayerOptions(attention="fused"), used)
   program = jax.jit(jax.value_and_grad(fused)).lower(given, factor).compile()

@@ -93,10 +93,7 @@ CASES = {
 def test_the_kernel_equals_the_whole(name):
   attention, *arrays = CASES[name]
   model = nnx.Dict({n: nnx.Param(jnp.asarray(x)) for n, x in zip("qkv", arrays, strict=True)})
-
-  def loss(model, factor):
-    return (attention(model["q"][...], model["k"][...], model["v"][...]) * factor).sum()
-
+  loss = lambda model, factor: (attention(model["q"][...], model["k"][...], model["v"][...]) * factor).sum()
   factor = RANDOM.normal(size=Q.shape).astype(np.float32)
   changed = nxp.with_layers(loss, attention="fused")
   jaxpr = jax.make_jaxpr(changed)(model, factor)
@@ -118,11 +115,9 @@ KINDS = {
   "gpu": functools.partial(cudnn_attention, implementation="xla"),
 }
 SEQUENCES = {
-  "causal": lambda ahead: ahead >= 0,
-  "all": lambda ahead: ahead > -KEYS,
-  "window": lambda ahead: (ahead >= 0) & (ahead < 40),
-  "on both sides": lambda ahead: abs(ahead) < 40,
-}
+  "causal": lambda ahead: ahead >= 0, "all": lambda ahead: ahead > -KEYS,
+  "window": lambda ahead: (ahead >= 0) & (ahead < 40), "on both sides": lambda ahead: abs(ahead) < 40,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -293,10 +288,7 @@ def fused_of(loss, *args):
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_form_goes_by_blocks(name):
   attention, reason = OTHERS[name]
-
-  def loss(q, k, v):
-    return attention(q, k, v).sum() + attend(q, k, v).sum()
-
+  loss = lambda q, k, v: attention(q, k, v).sum() + attend(q, k, v).sum()
   value, done = fused_of(loss, Q, K, V)
   np.testing.assert_allclose(value, loss(Q, K, V), rtol=1e-4)
   assert reason in done
@@ -353,10 +345,7 @@ REACH = {  # the kernels that compute it
 def test_masks_biases_and_documents_reach_the_kernel(name, kind, monkeypatch):
   monkeypatch.setitem(kernels.KERNELS, "cpu", KINDS[kind])
   change, kinds = REACH[name]
-
-  def loss(arrays, bias, factor):
-    return (attend(*arrays, lambda s: change(s, bias)) * factor).sum()
-
+  loss = lambda arrays, bias, factor: (attend(*arrays, lambda s: change(s, bias)) * factor).sum()
   draw = np.random.default_rng(4).normal
   arrays = [draw(size=(BATCH, KEYS, HEADS, WIDTH)).astype(np.float32) for _ in range(3)]
   bias, factor = draw(size=(HEADS, KEYS, KEYS)).astype(np.float32), draw(size=K.shape).astype(np.float32)
@@ -370,10 +359,7 @@ def test_masks_biases_and_documents_reach_the_kernel(name, kind, monkeypatch):
 
 CONFIG = decoders.Config(vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=32, depth=2)
 TOKENS = np.random.default_rng(1).integers(0, 64, (8, 129)).astype(np.int32)
-
-
-def decoder():
-  return decoders.Decoder(CONFIG, nnx.Rngs(0))
+decoder = lambda: decoders.Decoder(CONFIG, nnx.Rngs(0))
 
 
 @functools.cache
@@ -402,10 +388,7 @@ def test_heads_and_examples_stay_split(kinds):
   mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=types)
   where = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
   arrays = [jax.device_put(x, where) for x in (Q, K, V)]
-
-  def loss(arrays, factor):
-    return (attend(*arrays, lambda s: jnp.where(causal(), s, -1e9)) * factor).sum()
-
+  loss = lambda arrays, factor: (attend(*arrays, lambda s: jnp.where(causal(), s, -1e9)) * factor).sum()
   changed = nxp.with_layers(loss, attention="fused")
   with jax.set_mesh(mesh):
     program = jax.jit(jax.value_and_grad(changed)).lower(arrays, 1.0).compile()

@@ -165,17 +165,13 @@ def test_a_custom_rule_gets_its_parameter_gathered():
 
 
 def test_a_loop_that_carries_a_parameter_gets_it_gathered():
-  def step(carry, _):
-    return jax.checkpoint(lambda w, t: (w, t + w.sum()))(*carry), None
-
+  step = lambda carry, _: (jax.checkpoint(lambda w, t: (w, t + w.sum()))(*carry), None)
   found = gathered(lambda p, x: jax.lax.scan(step, (p["w"], x[0, 0]), None, length=2)[0][1], {"w": FT})
   assert found == [("", "float32[16,8]", P(None, "tensor"))]
 
 
 def test_a_parameter_that_a_branch_chooses_is_refused_unless_both_are_alike():
-  def loss(p, x):
-    return x @ jax.lax.cond(x[0, 0] > 0, lambda v, w: v, lambda v, w: w, p["v"], p["w"])
-
+  loss = lambda p, x: x @ jax.lax.cond(x[0, 0] > 0, lambda v, w: v, lambda v, w: w, p["v"], p["w"])
   assert gathered(loss, {"v": FT, "w": FT}) == PRODUCT
   with pytest.raises(
     nxp.errors.TrainError, match=r"dot_general .* reads a parameter that comes from a branch"
@@ -194,11 +190,9 @@ def test_a_shard_map_reads_its_parameters_itself():
 def test_a_table_is_looked_up_by_columns(rows):
   found = gathered(lambda p, t: p["w"][t], {"w": rows}, TOKENS)
   assert found == [
-    ("", "int32[8,3,1]", P("data", None, None)),
-    ("", "float32[16,8]", TF),
-    ("", "float32[8,3,8]", P("data", None, "fsdp")),
-    ("", "float32[8,3,8]", P(ROWS, None, None)),
-  ]
+    ("", "int32[8,3,1]", P("data", None, None)), ("", "float32[16,8]", TF),
+    ("", "float32[8,3,8]", P("data", None, "fsdp")), ("", "float32[8,3,8]", P(ROWS, None, None)),
+  ]  # fmt: skip
 
 
 def test_a_table_that_cannot_be_looked_up_by_columns_is_gathered():

@@ -18,10 +18,7 @@ IMAGES = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
 
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
-
-
-def square(model, x):
-  return (model(x) ** 2).mean()
+square = lambda model, x: (model(x) ** 2).mean()
 
 
 def decoder(**sizes):

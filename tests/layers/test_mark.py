@@ -18,9 +18,7 @@ from nnx_parallel.layers.layers import LayerOptions
 from nnx_parallel.layers.stacks import Stacks
 
 
-class Block(nnx.Module):
-  """One product."""
-
+class Block(nnx.Module):  # One product
   def __init__(self, rngs):
     self.linear = nnx.Linear(4, 4, rngs=rngs)
 
@@ -31,9 +29,7 @@ class Block(nnx.Module):
 REGISTRY = {}
 
 
-class Registered(nnx.Module):
-  """A base whose subclasses must have a new name."""
-
+class Registered(nnx.Module):  # A base whose subclasses must have a new name
   def __init_subclass__(cls, named, **options):
     super().__init_subclass__(**options)
     if named in REGISTRY:
@@ -48,18 +44,14 @@ class Named(Registered, named="block"):
     return jnp.tanh(self.linear(x))
 
 
-class Plain(nnx.Module, pytree=False):
-  """Is no pytree."""
-
+class Plain(nnx.Module, pytree=False):  # Is no pytree
   __init__ = Block.__init__
 
   def __call__(self, x):
     return jnp.tanh(self.linear(x))
 
 
-class Inner(Layer):
-  """Calls its base."""
-
+class Inner(Layer):  # Calls its base
   def __call__(self, x):
     return super().__call__(x) * 2
 
@@ -68,9 +60,7 @@ class Inherited(Inner):
   """Has the `__call__` of its base."""
 
 
-class Recomputed(nnx.Module):
-  """Its `__call__` is not a plain function."""
-
+class Recomputed(nnx.Module):  # Its `__call__` is not a plain function
   __init__ = Block.__init__
   __call__ = nnx.jit(lambda self, x: jnp.tanh(self.linear(x)))
 
@@ -120,13 +110,11 @@ CLASSES = {
   "single dispatch": (Block, through(applied)),
   "no pytree": (Plain, through(lambda b, x: b(x) * factor(type(b)))),
   "name": (Block, through(lambda b, x: x + b(x) if type(b).__qualname__ == "Block" else b(x))),
-  "structures": (Block, stacked_in_the_call),
-  "signature": (Block, with_signature),
-  "base": (Inner, in_turn),
+  "structures": (Block, stacked_in_the_call), "signature": (Block, with_signature), "base": (Inner, in_turn),
   "inherited": (Inherited, in_turn),
   "base called directly": (Inherited, through(lambda b, x: x + Layer.__call__(b, x))),
   "jitted call": (Recomputed, in_turn),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -142,16 +130,12 @@ def test_the_class_of_a_layer_is_the_users(name):
   assert names(jaxpr).count("tanh") > names(plain).count("tanh")
 
 
-class Scaled(Layer):
-  """Has a factor."""
-
+class Scaled(Layer):  # Has a factor
   def __call__(self, x):
     return super().__call__(x) * 0.5
 
 
-class Failing(Layer):
-  """Raises."""
-
+class Failing(Layer):  # Raises
   def __call__(self, x):
     raise ValueError("no layer")
 
@@ -192,9 +176,7 @@ def test_threads_mark_their_own_models():
     assert str(results[kind]) == str(trace(net, **options)[0])
 
 
-class Parts(nnx.Module):
-  """A block of parts whose names end in numbers."""
-
+class Parts(nnx.Module):  # A block of parts whose names end in numbers
   def __init__(self, rngs):
     self.part1, self.part2 = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
     self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -243,9 +225,7 @@ def clone(model, x):
 SCANS = [nnx_scan, lax_scan, lax_scan_of_parameters, of_residuals, backwards, in_vmap, clone]
 
 
-class Stacked(nnx.Module):
-  """Blocks that `nnx.vmap` makes, stacked along an axis of their Parameters."""
-
+class Stacked(nnx.Module):  # Blocks that `nnx.vmap` makes, stacked along an axis of their Parameters
   def __init__(self, run=nnx_scan, depth=4, axis=0, kind=Parts):
     make = nnx.vmap(kind, in_axes=0, out_axes=nnx.StateAxes({nnx.Param: axis, ...: 0}))
     self.blocks = make(nnx.Rngs(0).split(depth))
@@ -282,9 +262,7 @@ def test_slices_of_stacked_layers_that_python_calls_are_scanned():
   assert done.strip() == "blocks to blocks: one scan of 4; remat full"
 
 
-class Tall(nnx.Module):
-  """Layers in a list, or stacked."""
-
+class Tall(nnx.Module):  # Layers in a list, or stacked
   def __init__(self, rngs, depth=4):
     self.layers = nnx.List([Block(rngs) for _ in range(depth)])
 
@@ -317,6 +295,24 @@ def test_the_carry_of_a_scan_of_the_model_is_offloaded():
   assert names(jaxpr).count("tanh") - names(trace(net)[0]).count("tanh") == 1
 
 
+def test_marks_of_equal_layers_are_equal_for_a_jit_of_the_model():
+  """Else it would be traced for each of them."""
+  calls = []
+
+  @nnx.jit
+  def of(layer, x):
+    calls.append(layer)
+    return layer(x)
+
+  def run(layers, x):
+    for layer in layers:
+      x = of(layer, x)
+    return x
+
+  trace(Net(4, run, lambda rngs, n: Layer(rngs)), remat="full")
+  assert len(calls) == 1
+
+
 def test_offloaded_layers_in_a_scan_have_no_barriers():
   """A scan keeps its passes apart, and a barrier in each pass would stop fusions."""
   eqns = [*equations(trace(Stacked(), remat="offload")[0])]
@@ -329,9 +325,7 @@ def test_a_scan_of_the_model_has_one_body(remat):
     trace(Stacked(), remat=remat)
 
 
-class Mixed(Stacked):
-  """A scan over arrays, a part of its own under a checkpoint, and blocks."""
-
+class Mixed(Stacked):  # A scan over arrays, a part of its own under a checkpoint, and blocks
   def __init__(self):
     super().__init__(kind=Block)
     self.kernels = nnx.Param(jnp.ones((3, 4, 4)) / 4)
@@ -373,9 +367,7 @@ def test_a_policy_for_nothing_but_what_stays_as_written_is_refused(body):
     trace(Mixed(), of=lambda net, x: body(net, x).sum(), remat="full")
 
 
-class Recomputing(Block):
-  """Is recomputed as the model is written."""
-
+class Recomputing(Block):  # Is recomputed as the model is written
   __call__ = nnx.remat(lambda self, x: jnp.tanh(self.linear(x)))
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_parallel.attention.find import is_opened
+from nnx_parallel.attention.find import opens_attention
 from nnx_parallel.attention.softmaxes import NotByBlocks, Softmaxes, named_dims
 from nnx_parallel.core.interpret import inline_calls
 from nnx_parallel.core.jaxprs import open_jaxpr
@@ -16,7 +16,7 @@ MASK = np.tri(5, 6, dtype=bool)
 
 def matches(function, *args):
   """The matches of a function's softmaxes, or why there is none; one for each product that is found."""
-  body = open_jaxpr(inline_calls(jax.make_jaxpr(function)(*args), is_opened))
+  body = open_jaxpr(inline_calls(jax.make_jaxpr(function)(*args), opens_attention))
   softmaxes, found = Softmaxes(body), []
   for eqn in body.eqns:
     if eqn.primitive.name == "exp":

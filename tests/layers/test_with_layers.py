@@ -103,9 +103,7 @@ def test_a_scan_needs_equal_layers():
     trace(Net(2, changed_between), scan_layers=True)
 
 
-class Raw(nnx.Module):
-  """Holds a plain array, and keeps its input where it is told to."""
-
+class Raw(nnx.Module):  # Holds a plain array, and keeps its input where it is told to
   def __init__(self, rngs, index=0):
     self.linear = nnx.Linear(4, 4, rngs=rngs)
     self.table = jnp.linspace(0.5, 1.5, 4).reshape(1, 1, 4)
@@ -162,23 +160,17 @@ def test_layers_in_a_branch_are_recomputed_but_not_scanned():
 
 
 def test_layers_that_are_not_called_are_named():
-  def of(model, x):
-    return (model.layers[0].linear(x) ** 2).sum()
-
+  of = lambda model, x: (model.layers[0].linear(x) ** 2).sum()
   with pytest.raises(nxp.errors.TrainError, match=r"the loss does not call them as layer\(\.\.\.\)"):
     trace(Net(4, in_turn, Raw), of=of, remat="full")
 
 
-class Scaled(Layer):
-  """Each has a table of its own, which a trace keeps as a constant."""
-
+class Scaled(Layer):  # Each has a table of its own, which a trace keeps as a constant
   def __call__(self, x):
     return super().__call__(x) * jnp.asarray(np.roll(SCALES, self.index))
 
 
-class Ruled(Layer):
-  """Each has a gradient of its own; the text of a trace has its name only."""
-
+class Ruled(Layer):  # Each has a gradient of its own; the text of a trace has its name only
   def __call__(self, x):
     f = jax.custom_vjp(jnp.sin)
     f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * (self.index + 1),))
@@ -202,9 +194,7 @@ def test_equality_is_not_that_of_the_text(monkeypatch):
   assert "one scan of 2, 2 layers each" in same(Net(4, in_turn, Alternating), scan_layers=True)
 
 
-class Balanced(Layer):
-  """A layer that adds to a loss beside it, as mixtures of experts do."""
-
+class Balanced(Layer):  # A layer that adds to a loss beside it, as mixtures of experts do
   def __call__(self, x, aux):
     x = super().__call__(x)
     return x, aux + (x**2).mean()
@@ -228,9 +218,7 @@ def test_a_number_that_becomes_an_array():
   assert "a number that becomes an array starts from jnp.zeros(()) in the loss" in done
 
 
-class Counting(Layer):
-  """Gets an array of which it makes a number."""
-
+class Counting(Layer):  # Gets an array of which it makes a number
   def __call__(self, x, n):
     return super().__call__(x) / int(n)
 
@@ -247,9 +235,7 @@ def test_two_shared_layers_in_turn_are_not_stacked():
   assert not any(eqn.primitive.name == "concatenate" for eqn in equations(jaxpr))
 
 
-class Other(Layer):
-  """Another class of the same arrays."""
-
+class Other(Layer):  # Another class of the same arrays
   def __call__(self, x):
     return super().__call__(jnp.sin(x))
 
@@ -294,19 +280,11 @@ NAMED_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  ("options", "products", "on_host"),
-  [
-    ({"remat": "none"}, 0, 0),
-    ({"remat": "full"}, 4, 0),
-    ({"remat": NAMED}, 0, 0),
-    ({"remat": NAMED_ON_HOST}, 0, 4),
-    ({"remat": "offload"}, 4, 4),
-    ({"remat": nxp.Remat("full", every=2)}, 2, 0),
-    ({"remat": nxp.Remat("full", group=2)}, 4, 0),
-  ],
-  ids=["none", "full", "named", "named on host", "offload", "every second", "groups of 2"],
-)
+@pytest.mark.parametrize(("options", "products", "on_host"), [
+  ({"remat": "none"}, 0, 0), ({"remat": "full"}, 4, 0), ({"remat": NAMED}, 0, 0),
+  ({"remat": NAMED_ON_HOST}, 0, 4), ({"remat": "offload"}, 4, 4),
+  ({"remat": nxp.Remat("full", every=2)}, 2, 0), ({"remat": nxp.Remat("full", group=2)}, 4, 0),
+], ids=["none", "full", "named", "named on host", "offload", "every second", "groups of 2"])  # fmt: skip
 def test_what_each_policy_recomputes_and_moves(options, products, on_host):
   jaxpr, _ = trace(Net(4, in_turn), scan_layers=False, **options)
   plain, _ = trace(Net(4, in_turn))

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-class Attention(nnx.Module):
-  """Projections named by `names`: query, key, value, output."""
-
+class Attention(nnx.Module):  # Projections named by `names`: query, key, value, output
   def __init__(self, width, inner, heads, names, rngs, *, bias=False, kv_inner=None):
     self.heads, self.names = heads, names
     widths = (inner, kv_inner or inner, kv_inner or inner)
@@ -17,12 +15,9 @@ class Attention(nnx.Module):
 
   def __call__(self, x, context=None, bias=0.0):
     source = x if context is None else context
-    q, k, v = (
-      getattr(self, name)(y).reshape(
-        *y.shape[:2], -1, getattr(self, self.names[0]).out_features // self.heads
-      )
-      for name, y in zip(self.names[:3], (x, source, source), strict=True)
-    )
+    size = getattr(self, self.names[0]).out_features // self.heads
+    split = lambda name, y: getattr(self, name)(y).reshape(*y.shape[:2], -1, size)
+    q, k, v = map(split, self.names[:3], (x, source, source))
     k, v = (jnp.repeat(y, self.heads // y.shape[2], axis=2) for y in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
@@ -86,9 +81,7 @@ class T5Stack(nnx.Module):
     return self.final_layer_norm(x)
 
 
-class T5(nnx.Module):
-  """An encoder-decoder with a shared embedding and the path parts of the original."""
-
+class T5(nnx.Module):  # An encoder-decoder with a shared embedding and the path parts of the original
   def __init__(self, rngs, *, vocab=32, width=16, inner=16, heads=4, hidden=32, depth=2):
     self.shared = nnx.Embed(vocab, width, rngs=rngs)
     sizes = (depth, width, inner, heads, hidden)
@@ -123,9 +116,7 @@ class LlamaLayer(nnx.Module):
     return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Llama(nnx.Module):
-  """Grouped query heads, gated MLP, head apart or tied to the embedding."""
-
+class Llama(nnx.Module):  # Grouped query heads, gated MLP, head apart or tied to the embedding
   def __init__(self, rngs, *, vocab=32, width=16, heads=4, kv_heads=2, hidden=32, depth=2, tied=False):
     self.embed_tokens = nnx.Embed(vocab, width, rngs=rngs)
     self.layers = nnx.List([LlamaLayer(width, heads, kv_heads, hidden, rngs) for _ in range(depth)])
@@ -171,9 +162,7 @@ class GPTBlock(nnx.Module):
     return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nnx.Module):
-  """Fused attention kernel, learned positions, tied head."""
-
+class GPT(nnx.Module):  # Fused attention kernel, learned positions, tied head
   def __init__(self, rngs, *, vocab=32, width=16, heads=4, depth=2, length=8):
     self.wte, self.wpe = nnx.Embed(vocab, width, rngs=rngs), nnx.Embed(length, width, rngs=rngs)
     self.h = nnx.List([GPTBlock(width, heads, rngs) for _ in range(depth)])
@@ -197,9 +186,7 @@ class ViTBlock(nnx.Module):
     return x + self.fc2(nnx.gelu(self.fc1(self.norm2(x))))
 
 
-class ViT(nnx.Module):
-  """Patch convolution, class token, `nnx.MultiHeadAttention` with three-dim kernels."""
-
+class ViT(nnx.Module):  # Patch convolution, class token, `nnx.MultiHeadAttention` with three-dim kernels
   def __init__(self, rngs, *, width=16, heads=4, hidden=32, depth=2, patches=4, classes=10):
     self.patch_embed = nnx.Conv(3, width, (2, 2), strides=(2, 2), padding="VALID", rngs=rngs)
     self.cls_token = nnx.Param(jnp.zeros((1, 1, width)))

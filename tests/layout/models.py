@@ -18,9 +18,7 @@ class Block(nnx.Module):
     return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
-class LM(nnx.Module):
-  """A tiny language model with tied embeddings."""
-
+class LM(nnx.Module):  # A tiny language model with tied embeddings
   def __init__(self, vocab, width, depth, rngs):
     self.embed = nnx.Embed(vocab, width, rngs=rngs, embedding_metadata=named("vocab", "embed"))
     self.head = self.embed.embedding

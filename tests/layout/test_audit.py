@@ -41,14 +41,11 @@ def test_creation_can_warn_once_and_points_at_the_caller():
   assert str(warning.message).startswith(said)
 
 
-@pytest.mark.parametrize(
-  ("rules", "options", "reason"),
-  [
-    ({"embed": "fsdp"}, {"uneven": "next"}, "4 does not divide 1022"),
-    ({"embed": "fsdp"}, {"uneven": "replicate"}, "4 does not divide 1022"),
-    ({"embed": nxp.LogicalRules.first("fsdp", None)}, {}, "'embed' -> None; not 'fsdp': 4 does not divide"),
-  ],
-)
+@pytest.mark.parametrize(("rules", "options", "reason"), [
+  ({"embed": "fsdp"}, {"uneven": "next"}, "4 does not divide 1022"),
+  ({"embed": "fsdp"}, {"uneven": "replicate"}, "4 does not divide 1022"),
+  ({"embed": nxp.LogicalRules.first("fsdp", None)}, {}, "'embed' -> None; not 'fsdp': 4 does not divide"),
+])  # fmt: skip
 def test_a_fallback_to_whole_warns_and_says_why(rules, options, reason):
   init = lambda: nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("embed", None))
   plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.LogicalRules(**rules), **options)
@@ -64,10 +61,9 @@ def test_trained_and_frozen_are_counted():
   selection = plan.trainable(nnx.PathContains("norm"))
   assert [leaf.name for leaf in selection.trained] == [f"blocks.{i}.norm.scale" for i in range(3)]
   assert len(selection.frozen) == 13
-  assert str(selection).splitlines()[:2] == [
-    "trained      3 arrays               24 elements   total size 96 B, 96 B per device",
-    "frozen      13 arrays            2,168 elements   total size 8.469 KiB, 1.469 KiB per device",
-  ]
+  lines = [" ".join(line.split()) for line in str(selection).splitlines()]
+  assert lines[0] == "trained 3 arrays 24 elements total size 96 B, 96 B per device"
+  assert lines[1] == "frozen 13 arrays 2,168 elements total size 8.469 KiB, 1.469 KiB per device"
 
 
 def test_a_filter_that_matches_nothing_is_an_error():

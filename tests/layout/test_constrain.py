@@ -64,10 +64,7 @@ def test_a_mesh_and_no_rules_is_never_a_silent_no_op(mesh):
 
 def transform(name):
   inner = jax.jit(lambda x: constrain(x * 2, "batch", "embed"))
-
-  def body(carry, _):
-    return constrain(carry * 2, "batch", "embed"), None
-
+  body = lambda carry, _: (constrain(carry * 2, "batch", "embed"), None)
   return {
     "jit in jit": inner,
     "checkpoint": jax.checkpoint(lambda x: constrain(x * 2, "batch", "embed")),
@@ -153,9 +150,7 @@ def backward(_, cotangent):
 noted.defvjp(lambda x: (x, None), backward)
 
 
-class Placing(nnx.Module):
-  """Lays activations out by the names of the rules, and by jax's own means."""
-
+class Placing(nnx.Module):  # Lays activations out by the names of the rules, and by jax's own means
   def __init__(self, rngs):
     self.inner = nnx.Linear(8, 8, rngs=rngs)
 

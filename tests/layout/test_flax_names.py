@@ -25,9 +25,7 @@ def mesh(**kind):
   return nxp.make_mesh(fsdp=2, tensor=4, **kind)
 
 
-class Layer(nnx.Module):
-  """Two parameters; `names` is which of them have names: all, some or none."""
-
+class Layer(nnx.Module):  # Two parameters; `names` is which of them have names: all, some or none
   def __init__(self, rngs, names="none"):
     kernel, bias = named("embed", "mlp"), named("mlp")
     given = {"kernel_metadata": {} if names == "none" else kernel}
@@ -60,9 +58,7 @@ class Stack(nnx.Module):
     return self.scan(x, nnx.remat(lambda layer, x: layer(x)))
 
   def split_rngs(self, x):
-    def body(x, layer, noise):
-      return layer(x) + 0.1 * jax.random.normal(noise.noise(), x.shape)
-
+    body = lambda x, layer, noise: layer(x) + 0.1 * jax.random.normal(noise.noise(), x.shape)
     over = nnx.scan(body, in_axes=(nnx.Carry, self.axis, 0), out_axes=nnx.Carry, **self.meta)
     return nnx.split_rngs(splits=self.depth)(over)(x, self.layers, self.noise)
 
@@ -79,10 +75,7 @@ class Stack(nnx.Module):
 
 def run(method, model, x):
   """The result of a method and, except through a loop of unknown length, its gradients."""
-
-  def loss(model, x):
-    return (getattr(model, method)(x) ** 2).mean()
-
+  loss = lambda model, x: (getattr(model, method)(x) ** 2).mean()
   f = loss if method == "while_loop" else nnx.value_and_grad(loss)
   return jax.tree.leaves(nnx.jit(f)(model, x))
 
@@ -159,16 +152,12 @@ def test_an_optimizer_of_flax_follows_the_parameters(names, extend):
   assert sum(found[name] != spec for name, spec in specs_of(model).items()) == unnamed
 
 
-@pytest.mark.parametrize(
-  ("names", "rules", "spec", "flax"),
-  [
-    ((("embed", "mlp"), None), {"embed": "fsdp", "mlp": "tensor"}, (("fsdp", "tensor"), None), True),
-    (("fsdp", None), {"fsdp": None}, (None, "fsdp"), False),
-    ((None, "mlp"), {"mlp": "tensor"}, ("fsdp", "tensor"), False),
-    (("embed", "embed"), {"embed": nxp.LogicalRules.first("fsdp", None)}, ("fsdp", None), False),
-  ],
-  ids=str,
-)
+@pytest.mark.parametrize(("names", "rules", "spec", "flax"), [
+  ((("embed", "mlp"), None), {"embed": "fsdp", "mlp": "tensor"}, (("fsdp", "tensor"), None), True),
+  (("fsdp", None), {"fsdp": None}, (None, "fsdp"), False),
+  ((None, "mlp"), {"mlp": "tensor"}, ("fsdp", "tensor"), False),
+  (("embed", "embed"), {"embed": nxp.LogicalRules.first("fsdp", None)}, ("fsdp", None), False),
+], ids=str)  # fmt: skip
 def test_names_that_do_not_say_the_whole_layout(names, rules, spec, flax):
   """They stay, and an optimizer of flax follows the parameter nevertheless."""
   init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0), kernel_metadata=named(*names))

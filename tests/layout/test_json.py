@@ -18,10 +18,7 @@ RULES = [
   nxp.PathRules([(("norm", "scale"), None), (r".*\.bias", (None,))], strict=False),
   nxp.fsdp(min_size=100),
 ]
-
-
-def init():
-  return LM(61, 8, 2, nnx.Rngs(0))
+init = lambda: LM(61, 8, 2, nnx.Rngs(0))
 
 
 def lm_plan(mesh=None, rules=RULES, optimizer=None):

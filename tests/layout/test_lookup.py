@@ -18,19 +18,16 @@ def planned(rules, init=None, mesh=None, **options):
   return nxp.plan(init or embed(), nxp.abstract_mesh(**(mesh or {"fsdp": 8})), rules, **options)
 
 
-@pytest.mark.parametrize(
-  ("mesh", "rules", "expected"),
-  [
-    ({"fsdp": 8}, [nxp.LogicalRules(unknown="replicate"), nxp.fsdp(min_size=0)], P("fsdp", None)),
-    ({"data": 8}, presets.fsdp("data", min_size=0), P("data", None)),
-    ({"replica": 2, "fsdp": 4}, presets.fsdp(replica="replica", min_size=0), P("fsdp", None)),
-    ({"fsdp": 8, "tensor": 1}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
-    ({"fsdp": 4, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
-    ({"data": 2, "context": 4}, presets.context(min_size=0), P("data", None)),
-    ({"data": 2, "expert": 4}, presets.expert(min_size=0), P("data", None)),
-  ],
-)
+@pytest.mark.parametrize(("mesh", "rules", "expected"), [
+  ({"fsdp": 8}, [nxp.LogicalRules(unknown="replicate"), nxp.fsdp(min_size=0)], P("fsdp", None)),
+  ({"data": 8}, presets.fsdp("data", min_size=0), P("data", None)),
+  ({"replica": 2, "fsdp": 4}, presets.fsdp(replica="replica", min_size=0), P("fsdp", None)),
+  ({"fsdp": 8, "tensor": 1}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
+  ({"fsdp": 4, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
+  ({"data": 2, "fsdp": 2, "tensor": 2}, presets.fsdp_tensor(min_size=0), P(("tensor", "fsdp"), None)),
+  ({"data": 2, "context": 4}, presets.context(min_size=0), P("data", None)),
+  ({"data": 2, "expert": 4}, presets.expert(min_size=0), P("data", None)),
+])  # fmt: skip
 @pytest.mark.parametrize("shape", [(64, 32), (32, 64)], ids=["many rows", "wide rows"])
 def test_the_fallback_splits_the_rows(mesh, rules, expected, shape):
   plan = planned([presets.layers(), rules], embed(*shape), mesh)

@@ -40,31 +40,18 @@ class Odd(nnx.Module):
     self.act = jnp.sin
 
 
-def init():
-  return Odd(nnx.Rngs(0))
-
-
-def mesh():
-  return nxp.make_mesh(fsdp=8)
-
-
+init = lambda: Odd(nnx.Rngs(0))
+mesh = lambda: nxp.make_mesh(fsdp=8)
 EXPECTED = {
-  "by_int.1": ("Param", "float32", Spec("fsdp")),
-  "by_tuple.('a', 2)": ("Param", "int8", Spec(None, "fsdp")),
-  "cache": ("Cache", "float32", Spec(None, "fsdp")),
-  "dropout.rngs.count": ("RngCount", "uint32", Spec()),
-  "dropout.rngs.key": ("RngKey", "key<fry>", Spec()),
-  "half": ("Param", "bfloat16", Spec("fsdp", None)),
-  "key": ("array", "key<fry>", Spec()),
-  "layers.0.kernel": ("Param", "float32", Spec(None, "fsdp")),
-  "layers.1.scale": ("Param", "float32", Spec()),
-  "lora.lora_a": ("LoRAParam", "float32", Spec("fsdp", None)),
-  "mine": ("Mine", "float8_e4m3fn", Spec("fsdp")),
-  "norm.mean": ("BatchStat", "float32", Spec("fsdp")),
-  "number": ("Param", "float32", Spec()),
-  "raw": ("array", "float32", Spec(None, "fsdp")),
+  "by_int.1": ("Param", "float32", Spec("fsdp")), "by_tuple.('a', 2)": ("Param", "int8", Spec(None, "fsdp")),
+  "cache": ("Cache", "float32", Spec(None, "fsdp")), "dropout.rngs.count": ("RngCount", "uint32", Spec()),
+  "dropout.rngs.key": ("RngKey", "key<fry>", Spec()), "half": ("Param", "bfloat16", Spec("fsdp", None)),
+  "key": ("array", "key<fry>", Spec()), "layers.0.kernel": ("Param", "float32", Spec(None, "fsdp")),
+  "layers.1.scale": ("Param", "float32", Spec()), "lora.lora_a": ("LoRAParam", "float32", Spec("fsdp", None)),
+  "mine": ("Mine", "float8_e4m3fn", Spec("fsdp")), "norm.mean": ("BatchStat", "float32", Spec("fsdp")),
+  "number": ("Param", "float32", Spec()), "raw": ("array", "float32", Spec(None, "fsdp")),
   "rope": ("array", "complex64", Spec("fsdp")),
-}
+}  # fmt: skip
 
 
 def test_all_of_it_is_planned():
@@ -120,9 +107,7 @@ def test_a_variable_that_holds_a_tree_is_refused_with_what_to_do():
 
 
 def test_a_parameter_may_be_called_like_a_counter_of_the_optimizer():
-  def init():
-    return nnx.Dict(count=nnx.Param(jnp.ones((8, 8))), other=nnx.Param(jnp.ones((8, 8))))
-
+  init = lambda: nnx.Dict(count=nnx.Param(jnp.ones((8, 8))), other=nnx.Param(jnp.ones((8, 8))))
   plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0), optimizer=optax.adam(1e-3))
   assert plan["optimizer/opt_state.0.count"].decision.reason == "not parameter state"
   assert plan["optimizer/opt_state.0.mu.count"].parameter == ("count",)
@@ -140,9 +125,7 @@ def test_a_transformation_that_keeps_plain_arrays_has_the_layout_of_the_paramete
   assert plan["optimizer/opt_state.count"].parameter is None
 
 
-class NeedsNumbers(nnx.Module):
-  """A constructor that reads the value of an array."""
-
+class NeedsNumbers(nnx.Module):  # A constructor that reads the value of an array
   def __init__(self, rngs):
     size = int(jnp.prod(jnp.array([4, 8])))
     self.layer = nnx.Linear(size, size, rngs=rngs)
@@ -198,9 +181,7 @@ def test_plain_containers_of_a_module_that_is_no_pytree(make):
   assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
 
 
-class Table:
-  """A static object: neither a module nor a pytree."""
-
+class Table:  # A static object: neither a module nor a pytree
   def __init__(self, cos):
     self.cos = cos
 

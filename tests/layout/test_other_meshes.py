@@ -18,9 +18,7 @@ OTHER = jax.make_mesh((8,), ("c",), (AUTO,))
 SAME_NAME = jax.make_mesh((8,), ("a",), (AUTO,))
 
 
-class Two(nnx.Module):
-  """Each parameter is made for a mesh of its own, as Flax allows."""
-
+class Two(nnx.Module):  # Each parameter is made for a mesh of its own, as Flax allows
   def __init__(self, first, second):
     self.first = nnx.Param(jnp.full((16, 16), 0.1), **first)
     self.second = nnx.Param(jnp.full((16, 16), 0.1), **second)

@@ -20,13 +20,10 @@ def plan_of(shape, names, mesh, **kwargs):
 
 
 CASES = {
-  "rows and columns": ((8, 8), ("x", "y")),
-  "one split dim": ((8, 8), (None, "y")),
-  "two axes on one dim": ((8, 8), (("y", "x"), None)),
-  "three dims": ((4, 2, 4), ("z", "x", "y")),
-  "whole": ((8, 8), (None, None)),
-  "scalar": ((), ()),
-}
+  "rows and columns": ((8, 8), ("x", "y")), "one split dim": ((8, 8), (None, "y")),
+  "two axes on one dim": ((8, 8), (("y", "x"), None)), "three dims": ((4, 2, 4), ("z", "x", "y")),
+  "whole": ((8, 8), (None, None)), "scalar": ((), ()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,10 +9,7 @@ import nnx_parallel as nxp
 from layout.models import LM, named
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", vocab="tensor")
-
-
-def init():
-  return LM(64, 8, 2, nnx.Rngs(0))
+init = lambda: LM(64, 8, 2, nnx.Rngs(0))
 
 
 def lm_plan(mesh=None, **kwargs):
@@ -43,9 +40,8 @@ def test_a_plan_of_real_devices_and_of_an_abstract_mesh_agree():
 def test_the_abstract_state_has_the_planned_shardings():
   plan = lm_plan()
   state = plan.abstract_state()
-  assert {path: struct.sharding.spec for path, struct in state.items()} == {
-    leaf.path: leaf.spec for leaf in plan.leaves
-  }
+  specs = {path: struct.sharding.spec for path, struct in state.items()}
+  assert specs == {leaf.path: leaf.spec for leaf in plan.leaves}
 
 
 def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():

@@ -48,10 +48,7 @@ RULES = {
 def test_a_created_stack_scans_forward_and_backward_as_alone(rules):
   model = nxp.create_sharded_model(stacked(), nxp.make_mesh(fsdp=2, tensor=4), RULES[rules])
   alone, x = unsharded(stacked()), jax.random.normal(jax.random.key(1), (2, 8))
-
-  def loss(model, x):
-    return (scan(model, x, "layers") ** 2).mean()
-
+  loss = lambda model, x: (scan(model, x, "layers") ** 2).mean()
   run = nnx.jit(nnx.value_and_grad(loss))
   (value, grads), (expected, reference) = run(model, x), run(alone, x)
   np.testing.assert_allclose(value, expected, rtol=1e-6)

@@ -28,8 +28,7 @@ def looped(body):
   return jax.lax.fori_loop(0, 3, lambda _, x: body(x), draw(out_sharding=WHERE))
 
 
-def of_shards():
-  return jnp.full((8, 4), 1.0 + jax.lax.axis_index("model").astype(float))
+of_shards = lambda: jnp.full((8, 4), 1.0 + jax.lax.axis_index("model").astype(float))
 
 
 @jax.custom_jvp
@@ -91,9 +90,7 @@ def test_a_stated_sharding_is_the_layout_and_the_numbers_are_those_of_flax(name)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-class Mixed(nnx.Module):
-  """Metadata, a stated sharding, a rule, and nothing."""
-
+class Mixed(nnx.Module):  # Metadata, a stated sharding, a rule, and nothing
   def __init__(self, rngs):
     stated = functools.partial(nnx.initializers.lecun_normal(), out_sharding=P("model", None))
     named = {"out_sharding": ("data", None)}

@@ -75,15 +75,11 @@ def linear(width):
   return nnx.Linear(8, width, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-  ("init", "rows"),
-  [
-    (lambda: nnx.Dict({str(i): linear(8) for i in range(12)}), [("*.bias", 12), ("*.kernel", 12)]),
-    (lambda: Numbered(nnx.Rngs(0)), [("layer_*.bias", 12), ("layer_*.kernel", 12)]),
-    (lambda: nnx.List([linear(8), linear(16)]), [(f"{n}.{x}", 1) for n in "01" for x in ("bias", "kernel")]),
-  ],
-  ids=["keys that are numbers", "numbered by name", "layers that differ"],
-)
+@pytest.mark.parametrize(("init", "rows"), [
+  (lambda: nnx.Dict({str(i): linear(8) for i in range(12)}), [("*.bias", 12), ("*.kernel", 12)]),
+  (lambda: Numbered(nnx.Rngs(0)), [("layer_*.bias", 12), ("layer_*.kernel", 12)]),
+  (lambda: nnx.List([linear(8), linear(16)]), [(f"{n}.{x}", 1) for n in "01" for x in ("bias", "kernel")]),
+], ids=["keys that are numbers", "numbered by name", "layers that differ"])  # fmt: skip
 def test_equal_leaves_of_repeated_layers_are_one_row(init, rows):
   plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
   assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == rows
@@ -133,15 +129,12 @@ def test_show_hands_itself_to_a_notebook(monkeypatch):
   assert shown == [plan]
 
 
-@pytest.mark.parametrize(
-  ("rules", "said"),
-  [
-    ({}, ["batch -> data (by the names of the axes)", "no array and no rule uses tensor=4"]),
-    ({"batch": "data", "mlp": "tensor"}, ["rules batch -> data, mlp -> tensor"]),
-    ({"batch": "data", "mpl": "tensor"}, ["their rules act on activations only: mpl"]),
-    ({"mlp": None, "batch": ("data", "tensor")}, ["rules mlp -> replicated, batch -> data+tensor"]),
-  ],
-)
+@pytest.mark.parametrize(("rules", "said"), [
+  ({}, ["batch -> data (by the names of the axes)", "no array and no rule uses tensor=4"]),
+  ({"batch": "data", "mlp": "tensor"}, ["rules batch -> data, mlp -> tensor"]),
+  ({"batch": "data", "mpl": "tensor"}, ["their rules act on activations only: mpl"]),
+  ({"mlp": None, "batch": ("data", "tensor")}, ["rules mlp -> replicated, batch -> data+tensor"]),
+])  # fmt: skip
 def test_what_splits_nothing_is_said_and_how_the_batch_is_split(rules, said):
   kernel = nnx.with_partitioning(nnx.initializers.ones, (None, "mlp"))
   rules = nxp.LogicalRules(rules, unknown="replicate")

@@ -30,10 +30,7 @@ class Net(nnx.Module):
     return self.down(self.dropout(nnx.relu(self.up(x))))
 
 
-def loss_fn(model, x):
-  return jnp.square(model(x) - x).mean()
-
-
+loss_fn = lambda model, x: jnp.square(model(x) - x).mean()
 STEP = nxp.train_step(loss_fn, pairs=True)
 
 
@@ -415,16 +412,11 @@ def fail_at(number):
 
 
 @pytest.mark.each_case
-@pytest.mark.parametrize(
-  ("batches", "options", "error", "saved"),
-  [
-    (of_sixteen(4), {}, nxp.errors.TrainError, 4),
-    (of_sixteen(4, OSError("disk gone")), {}, OSError, 4),
-    (endless, {"trackers": [fail_at(3)]}, OSError, 4),
-    (endless, {"evaluate": lambda: 1 / 0, "eval_every": 3}, ZeroDivisionError, 3),
-  ],
-  ids=["data ends", "data fails", "tracker fails", "evaluation fails"],
-)
+@pytest.mark.parametrize(("batches", "options", "error", "saved"), [
+  (of_sixteen(4), {}, nxp.errors.TrainError, 4),
+  (of_sixteen(4, OSError("disk gone")), {}, OSError, 4), (endless, {"trackers": [fail_at(3)]}, OSError, 4),
+  (endless, {"evaluate": lambda: 1 / 0, "eval_every": 3}, ZeroDivisionError, 3),
+], ids=["data ends", "data fails", "tracker fails", "evaluation fails"])  # fmt: skip
 def test_whatever_ends_a_run_its_last_good_step_is_saved(tmp_path, batches, options, error, saved):
   straight = of_losses(fit(on=placed(plan()), steps=6))
   with nxp.Checkpointer(tmp_path) as checkpointer:

@@ -24,8 +24,7 @@ def make_plan(recipe, **sizes):
   return plan_recipe(recipe, nxp.make_mesh(sizes, devices=devices))
 
 
-def losses(run, steps):
-  return {record["step"]: record["loss"] for record in run.train(steps).history}
+losses = lambda run, steps: {record["step"]: record["loss"] for record in run.train(steps).history}
 
 
 def test_each_step_is_reported_once_in_order(recipe):
@@ -91,11 +90,9 @@ def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp
     other, changes, _ = restore(recipe, plan, checkpointer, **how)
     now = hashlib.sha256(tiny_file.read_bytes()).hexdigest()
     assert changes == [
-      "mesh data=4,tensor=2 -> data=8,tensor=1",
-      "microbatches 1 -> 2",
-      f"source_sha256 {digest[:12]} -> {now[:12]}",
-      "zero 0 -> 1",
-    ]
+      "mesh data=4,tensor=2 -> data=8,tensor=1", "microbatches 1 -> 2",
+      f"source_sha256 {digest[:12]} -> {now[:12]}", "zero 0 -> 1",
+    ]  # fmt: skip
     other.train(3)
     other.save(checkpointer)
     assert checkpointer.restore_extra("settings") == other.settings
@@ -121,8 +118,6 @@ def test_a_recipe_for_planning_only_cannot_be_trained(recipe):
 
 
 def test_a_recipe_without_rules_is_planned_with_fsdp(recipe):
-  def init():
-    return nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
-
+  init = lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
   plan = plan_recipe(dataclasses.replace(recipe, rules=None, init=init), nxp.abstract_mesh(fsdp=8))
   assert plan["kernel"].spec == jax.P(None, "fsdp")

@@ -12,9 +12,7 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import DecodeError, TrainError
 
 
-class Language(nnx.Module):
-  """Predicts from the token and the sum of those before it, which a cache keeps."""
-
+class Language(nnx.Module):  # Predicts from the token and the sum of those before it, which a cache keeps
   def __init__(self, rngs, cached=True):
     self.table = nnx.Param(jax.random.normal(rngs.params(), (32, 16)), out_sharding=("vocab", None))
     self.seen = nnx.Cache(jnp.zeros((8, 16)), out_sharding=("batch", None)) if cached else None
@@ -35,13 +33,10 @@ def loss_fn(model, tokens):
 def made(explicit=False, cached=True, **options):
   options = {"optimizer": optax.adam(1e-2), "loss": loss_fn, "outputs": ("per_example",), **options}
   return nxp.task(
-    lambda: Language(nnx.Rngs(0), cached),
-    nxp.make_mesh(data=2, model=4, explicit=explicit),
+    lambda: Language(nnx.Rngs(0), cached), nxp.make_mesh(data=2, model=4, explicit=explicit),
     nxp.LogicalRules(batch="data", vocab=None if explicit else "model"),
-    batch=jax.ShapeDtypeStruct((8, 9), jnp.int32),
-    generate=nxp.generator(3),
-    **options,
-  )
+    batch=jax.ShapeDtypeStruct((8, 9), jnp.int32), generate=nxp.generator(3), **options,
+  )  # fmt: skip
 
 
 @pytest.mark.cases(1)

@@ -22,9 +22,7 @@ def standard_promotion():
     yield
 
 
-class Model(nnx.Module):
-  """Every kind of layer that has dtypes, some with a choice of their own."""
-
+class Model(nnx.Module):  # Every kind of layer that has dtypes, some with a choice of their own
   def __init__(self, rngs, rate=0.0):
     self.embed = nnx.Embed(32, 16, rngs=rngs)
     self.conv = nnx.Conv(16, 16, (3,), rngs=rngs)
@@ -45,8 +43,7 @@ class Model(nnx.Module):
     return self.head(self.blocks[0](self.mix(x)))
 
 
-def init():
-  return Model(nnx.Rngs(0))
+init = lambda: Model(nnx.Rngs(0))
 
 
 def loss_fn(model, tokens):
@@ -94,12 +91,8 @@ def test_bad_policies():
 
 @pytest.mark.parametrize(("dtype", "mark"), [(jnp.bfloat16, "bf16"), (jnp.float32, "f32")])
 def test_the_dtype_in_which_replicas_sum_gradients(dtype, mark):
-  def init():
-    return nnx.Linear(24, 40, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-
-  def loss_fn(model, x):
-    return (model(x).astype(jnp.float32) ** 2).mean()
-
+  init = lambda: nnx.Linear(24, 40, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  loss_fn = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()
   policy = nxp.Precision(reduction=dtype)
   assert f"reduction {jnp.dtype(dtype)}" in str(policy)
   plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))

@@ -129,16 +129,11 @@ def test_ema_is_the_average_of_the_parameters():
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("wrap", "dtype"),
-  [
-    (nxp.skip_nonfinite, jnp.float32),
-    (nxp.skip_nonfinite, jnp.bfloat16),
-    (lambda tx: nxp.with_masters(nxp.skip_nonfinite(tx)), jnp.bfloat16),
-    (lambda tx: nxp.skip_nonfinite(nxp.with_masters(tx)), jnp.bfloat16),
-  ],
-  ids=["float32", "bfloat16", "inside masters", "outside masters"],
-)
+@pytest.mark.parametrize(("wrap", "dtype"), [
+  (nxp.skip_nonfinite, jnp.float32), (nxp.skip_nonfinite, jnp.bfloat16),
+  (lambda tx: nxp.with_masters(nxp.skip_nonfinite(tx)), jnp.bfloat16),
+  (lambda tx: nxp.skip_nonfinite(nxp.with_masters(tx)), jnp.bfloat16),
+], ids=["float32", "bfloat16", "inside masters", "outside masters"])  # fmt: skip
 def test_a_nonfinite_step_changes_nothing(wrap, dtype):
   plan = plan_on("dp x fsdp x tp", wrap(optax.adam(1e-2)), dtype)
   good, bad = data(2), data(1)[0]

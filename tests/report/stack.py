@@ -14,9 +14,7 @@ def parameter(rngs, shape, names):
   return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), out_sharding=names)
 
 
-class Layer(nnx.Module):
-  """An MLP."""
-
+class Layer(nnx.Module):  # An MLP
   def __init__(self, rngs):
     self.up = parameter(rngs, (WIDTH, HIDDEN), ("embed", "mlp"))
     self.down = parameter(rngs, (HIDDEN, WIDTH), ("mlp", "embed"))
@@ -25,9 +23,7 @@ class Layer(nnx.Module):
     return x + jax.nn.gelu(x @ self.up[...]) @ self.down[...]
 
 
-class Stack(nnx.Module):
-  """Scanned MLP layers and a wide head: enough to tell layers, head and remat apart."""
-
+class Stack(nnx.Module):  # Scanned MLP layers and a wide head: enough to tell layers, head and remat apart
   def __init__(self, rngs):
     self.layers = nnx.vmap(Layer, transform_metadata={nnx.PARTITION_NAME: "layers"})(rngs.split(DEPTH))
     self.head = parameter(rngs, (WIDTH, HIDDEN), ("embed", "mlp"))
@@ -38,14 +34,8 @@ class Stack(nnx.Module):
     return x @ self.head[...]
 
 
-def init():
-  return Stack(nnx.Rngs(0))
-
-
-def loss(model, batch):
-  return jnp.mean(jnp.square(model(batch)))
-
-
+init = lambda: Stack(nnx.Rngs(0))
+loss = lambda model, batch: jnp.mean(jnp.square(model(batch)))
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", layers=None)
 BATCH = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
 PARAMS = 4 * (2 * DEPTH * WIDTH * HIDDEN + WIDTH * HIDDEN)
@@ -56,9 +46,7 @@ def plan(optimizer=None, **axes):
   return nxp.plan(init, nxp.abstract_mesh(sizes), RULES, optimizer=optimizer or optax.adam(1e-3))
 
 
-class Named(nnx.Module):
-  """Two layers that only a pattern tells to be layers."""
-
+class Named(nnx.Module):  # Two layers that only a pattern tells to be layers
   def __init__(self, rngs):
     self.part_a, self.part_b = (
       nnx.Sequential(nnx.Linear(WIDTH, HIDDEN, rngs=rngs), jnp.sin, nnx.Linear(HIDDEN, WIDTH, rngs=rngs))

@@ -30,9 +30,7 @@ def test_a_sum_over_one_axis():
 
 
 def test_a_collective_in_a_loop_counts_once_per_pass():
-  def steps(x):
-    return jax.lax.fori_loop(0, 7, lambda _, y: y / y.sum(), x)
-
+  steps = lambda x: jax.lax.fori_loop(0, 7, lambda _, y: y / y.sum(), x)
   found = compiled(steps, (64,), P("model"), P("model"))
   assert [(c.kind, c.axes, c.times) for c in found] == [("all-reduce", ("model",), 7)]
 
@@ -47,10 +45,8 @@ def test_manual_collectives_keep_their_kind():
   mapped = jax.shard_map(body, mesh=mesh, in_specs=P("data", "model"), out_specs=P(("data", "model"), None))
   x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(mesh, P("data", "model")))
   found = collectives(jax.jit(mapped).lower(x).compile().as_text(), dict(mesh.shape))
-  assert [(c.kind, c.axes, c.bytes) for c in found] == [
-    ("collective-permute", ("model",), 8 * 16 * 4),
-    ("all-to-all", ("model",), 8 * 16 * 4),
-  ]
+  wanted = [(kind, ("model",), 8 * 16 * 4) for kind in ("collective-permute", "all-to-all")]
+  assert [(c.kind, c.axes, c.bytes) for c in found] == wanted
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -111,10 +107,8 @@ def test_what_the_hosts_carry_between_tpu_slices_is_counted():
   assert {c.source.rpartition(":")[0] for c in across} == {"benchmarks/layouts.py"}
   # Groups in the text are those of one slice; they are the same in the other.
   inside = totals((c for c in found if c.axes == ("fsdp",)), lambda c: (c.kind, c.complete, c.group_size))
-  assert inside == {
-    ("all-gather", True, 16): 2 * kernel * 2,
-    ("all-reduce", True, 16): 2 * kernel * 4 + 128 * 4,
-  }
+  reduced = 2 * kernel * 4 + 128 * 4
+  assert inside == {("all-gather", True, 16): 2 * kernel * 2, ("all-reduce", True, 16): reduced}
 
 
 def test_text_without_a_program_is_an_error():

@@ -19,9 +19,7 @@ BATCH = jax.ShapeDtypeStruct((256, WIDTH), jnp.bfloat16)
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-class Net(nnx.Module):
-  """Scanned layers and a head in bfloat16."""
-
+class Net(nnx.Module):  # Scanned layers and a head in bfloat16
   def __init__(self):
     self.up = nnx.Param(jnp.zeros((DEPTH, WIDTH, WIDTH)), out_sharding=("layers", "embed", "mlp"))
     self.head = nnx.Param(jnp.zeros((WIDTH, WORDS)), out_sharding=("embed", "mlp"))
@@ -31,10 +29,7 @@ class Net(nnx.Module):
     return x @ self.head[...].astype(BF16)
 
 
-def loss(model, batch):
-  return jnp.mean(jnp.square(model(batch).astype(F32)))
-
-
+loss = lambda model, batch: jnp.mean(jnp.square(model(batch).astype(F32)))
 RULES = nxp.LogicalRules(batch="fsdp", embed="fsdp", mlp=None, layers=None)
 
 
@@ -110,10 +105,7 @@ _DTYPES = [
 
 def _part(rng, x, deep=0):
   """Some operation on a (4, 4) array, as often of a loop or branch."""
-
-  def again(y):
-    return _part(rng, y, deep + 1) if deep < 2 else y
-
+  again = lambda y: _part(rng, y, deep + 1) if deep < 2 else y
   some = jnp.sum(x != jnp.zeros_like(x))  # a number that no compiler knows
   wide = x.astype("float32")
   dtype = rng.choice([*_FLOATS, "int32", "uint8"])

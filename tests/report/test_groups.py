@@ -20,17 +20,12 @@ def lists(sizes, axes):
   return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows) + "}"
 
 
-@pytest.mark.parametrize(
-  "text",
-  [
-    "{{0,2},{4,6},{1,3},{5,7}}, use_global_device_ids=true",
-    "[4,2]<=[4,2]T(1,0), dimensions={0}",
-    "mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}, use_global_device_ids=true",
-    "mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_1'}",
-    "mesh['a'=4,'b'=2] {'a':(2)2}",
-    "mesh['x'=2,'y'=4], device_ids=(0,2,1,3,4,6,5,7) {'y':(2)2}",
-  ],
-)
+@pytest.mark.parametrize("text", [
+  "{{0,2},{4,6},{1,3},{5,7}}, use_global_device_ids=true", "[4,2]<=[4,2]T(1,0), dimensions={0}",
+  "mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}, use_global_device_ids=true",
+  "mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_1'}", "mesh['a'=4,'b'=2] {'a':(2)2}",
+  "mesh['x'=2,'y'=4], device_ids=(0,2,1,3,4,6,5,7) {'y':(2)2}",
+])  # fmt: skip
 def test_every_encoding_of_the_same_groups_names_the_same_axis(text):
   assert AxisFinder(SIZES).match(group_labels(text, 8)) == (("fsdp",), True)
 

@@ -24,9 +24,7 @@ def pages(report):
   return {"report": report.to_html(), "plan": plan_page(plan, memory, title="my <model>")}
 
 
-class Structure(HTMLParser):
-  """Collects tags, headings and everything that would be loaded from elsewhere."""
-
+class Structure(HTMLParser):  # Collects tags, headings and everything that would be loaded from elsewhere
   def __init__(self):
     super().__init__()
     self.tags, self.headings, self.outside, self._in = [], [], [], None

@@ -141,9 +141,7 @@ def test_an_array_that_another_axis_splits_is_whole_along_the_batch():
 
 
 def test_what_the_batchs_own_axis_splits_otherwise_is_not_whole():
-  def features(x):
-    return jnp.sin(jax.lax.with_sharding_constraint(x, jax.P(None, None, "fsdp")))
-
+  features = lambda x: jnp.sin(jax.lax.with_sharding_constraint(x, jax.P(None, None, "fsdp")))
   found = report(nxp.train_step(loss), features).replicated_activations
   assert all(one.shape == (ROWS, 64, 64) for one in found)  # what is gathered again for the head
 

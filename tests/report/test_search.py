@@ -25,13 +25,10 @@ def test_every_factorisation_is_tried_once():
   assert all(math.prod(s) == 12 for s in found)
 
 
-@pytest.mark.parametrize(
-  ("topology", "expected"),
-  [
-    ("cpu:4", "4,1,1 2,1,2 1,4,1 1,2,2 1,1,4"),
-    ("gpu:h100:4x8", "32,1,1 16,1,2 8,1,4 4,8,1 4,4,2 4,2,4 4,1,8 2,8,2 1,32,1 1,16,2 1,8,4 1,4,8"),
-  ],
-)
+@pytest.mark.parametrize(("topology", "expected"), [
+  ("cpu:4", "4,1,1 2,1,2 1,4,1 1,2,2 1,1,4"),
+  ("gpu:h100:4x8", "32,1,1 16,1,2 8,1,4 4,8,1 4,4,2 4,2,4 4,1,8 2,8,2 1,32,1 1,16,2 1,8,4 1,4,8"),
+])  # fmt: skip
 def test_usual_meshes_keep_tensor_parallelism_on_the_fast_links(topology, expected):
   found = meshes(read_machine(topology), ("data", "fsdp", "tensor"), ("data", "fsdp"))
   assert {tuple(s.values()) for s in found} == {tuple(map(int, x.split(","))) for x in expected.split()}

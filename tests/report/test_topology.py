@@ -15,32 +15,19 @@ HAS_GPU = importlib.util.find_spec("jax_plugins") is not None and any(
 )
 
 
-@pytest.mark.parametrize(
-  ("text", "devices", "slices"),
-  [
-    ("tpu:v5e:4x4", 16, 1),
-    ("tpu:v5p:8x8x16", 1024, 1),
-    ("tpu:v5p:4x4x4*2", 128, 2),
-    ("tpu:tpu7x:2x2x2", 16, 1),
-    ("gpu:h100:2x8", 16, 2),
-    ("gpu:b200:8", 8, 1),
-    ("cpu:8", 8, 1),
-  ],
-)
+@pytest.mark.parametrize(("text", "devices", "slices"), [
+  ("tpu:v5e:4x4", 16, 1), ("tpu:v5p:8x8x16", 1024, 1), ("tpu:v5p:4x4x4*2", 128, 2),
+  ("tpu:tpu7x:2x2x2", 16, 1), ("gpu:h100:2x8", 16, 2), ("gpu:b200:8", 8, 1), ("cpu:8", 8, 1),
+])  # fmt: skip
 def test_names_are_read_without_a_compiler(text, devices, slices):
   found = read_machine(text)
   assert (found.devices, found.slices, found.slice_size) == (devices, slices, devices // slices)
 
 
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
-    ("v5e-16", "cannot read the topology 'v5e-16'"),
-    ("tpu:v5:4x4", "no figures for the chip 'v5'"),
-    ("tpu:h100:4x4", "h100 is a GPU, not a TPU"),
-    ("gpu:h100:2x8*2", "cannot read the GPU topology"),
-  ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+  ("v5e-16", "cannot read the topology 'v5e-16'"), ("tpu:v5:4x4", "no figures for the chip 'v5'"),
+  ("tpu:h100:4x4", "h100 is a GPU, not a TPU"), ("gpu:h100:2x8*2", "cannot read the GPU topology"),
+])  # fmt: skip
 def test_names_that_cannot_be_read(text, message):
   with pytest.raises(ReportError, match=message):
     read_machine(text)

@@ -11,12 +11,9 @@ from training import other_notes
 
 MODELS = {"t5": T5, "llama": Llama, "gpt": GPT, "vit": ViT}
 LAYOUTS = {
-  "data_parallel": {"data": 8},
-  "fsdp": {"fsdp": 8},
-  "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-  "context": {"data": 4, "context": 2},
-  "expert": {"data": 4, "expert": 2},
-}
+  "data_parallel": {"data": 8}, "fsdp": {"fsdp": 8}, "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+  "context": {"data": 4, "context": 2}, "expert": {"data": 4, "expert": 2},
+}  # fmt: skip
 
 
 def build(name, **options):
@@ -146,9 +143,7 @@ def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():
   assert not [note for note in make(optional=True).notes if "matches nothing" in note]
 
 
-class Beside(nnx.Module):
-  """A block with the layers of its MLP beside the attention, and a table."""
-
+class Beside(nnx.Module):  # A block with the layers of its MLP beside the attention, and a table
   def __init__(self):
     rngs = nnx.Rngs(0)
     self.blocks = nnx.List([nnx.Dict(attn=nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs))])

@@ -12,19 +12,11 @@ from nnx_parallel.rules.logical import check_axes
 first = LogicalRules.first
 
 
-@pytest.mark.parametrize(
-  ("value", "candidates"),
-  [
-    ("fsdp", (("fsdp",),)),
-    (None, ((),)),
-    ((), ((),)),
-    (first(), ((),)),
-    (("data", "fsdp"), (("data", "fsdp"),)),
-    (first("tensor", None), (("tensor",), ())),
-    (first(("data", "fsdp"), "data"), (("data", "fsdp"), ("data",))),
-    ((("tensor",), ()), (("tensor",), ())),
-  ],
-)
+@pytest.mark.parametrize(("value", "candidates"), [
+  ("fsdp", (("fsdp",),)), (None, ((),)), ((), ((),)), (first(), ((),)),
+  (("data", "fsdp"), (("data", "fsdp"),)), (first("tensor", None), (("tensor",), ())),
+  (first(("data", "fsdp"), "data"), (("data", "fsdp"), ("data",))), ((("tensor",), ()), (("tensor",), ())),
+])  # fmt: skip
 def test_ways_to_write_a_rule(value, candidates):
   assert LogicalRules(name=value)["name"] == candidates
 
@@ -97,27 +89,17 @@ def test_what_makes_no_sense_is_refused(make, text):
 
 def test_axes_are_checked_against_a_mesh():
   rules = LogicalRules(batch=first("data", None), heads=first("tensr", None), mlp=first("tensor", "model"))
-  assert check_axes(rules, {"data": 2, "tensor": 4}) == [
-    "rule 'heads': axis 'tensr' is not in the mesh (did you mean 'tensor'?)"
-  ]
-  with pytest.raises(ShardingError) as caught:
+  (note,) = check_axes(rules, {"data": 2, "tensor": 4})
+  assert note == "rule 'heads': axis 'tensr' is not in the mesh (did you mean 'tensor'?)"
+  text = r"can never apply: .*\n.*'fdsp': 1\}\n  Fix: did you mean 'fdsp'\?.*\(\('data', 'fsdp'\), None\)"
+  with pytest.raises(ShardingError, match=text):
     check_axes(LogicalRules(batch=("data", "fsdp")), {"data": 8, "fdsp": 1})
-  assert str(caught.value) == (
-    "the rule for 'batch' can never apply: axis 'fsdp' is not in the mesh.\n"
-    "  rule 'batch' -> ('data', 'fsdp'), mesh {'data': 8, 'fdsp': 1}\n"
-    "  Fix: did you mean 'fdsp'? Otherwise do not split the dim on such a mesh:"
-    " batch=nxp.LogicalRules.first(('data', 'fsdp'), None)."
-  )
 
 
 def test_linen_pairs():
   pairs = [
-    ("batch", "data"),
-    ("batch", ("data", "fsdp")),
-    ("embed", "fsdp"),
-    ("embed", "data"),
-    ("mlp", None),
-  ]
+    ("batch", "data"), ("batch", ("data", "fsdp")), ("embed", "fsdp"), ("embed", "data"), ("mlp", None),
+  ]  # fmt: skip
   rules = LogicalRules.from_linen(pairs)
   assert dict(rules) == {"batch": (("data",), ()), "embed": (("fsdp",), ("data",), ()), "mlp": ((),)}
   assert rules.unknown == "replicate"
@@ -126,13 +108,9 @@ def test_linen_pairs():
 def test_a_tuple_with_one_absent_axis_is_not_dropped_without_a_word():
   mesh = {"data": 4, "fsdp": 2}
   pairs = LogicalRules.from_linen([("batch", ("data", "fsdp", "context")), ("mlp", "tensor")])
-  with pytest.raises(ShardingError) as caught:
+  text = r"splits nothing: axis 'context' of .*\n  mesh .*\n  Fix: leave it out, batch=\('data', 'fsdp'\)"
+  with pytest.raises(ShardingError, match=text):
     check_axes(pairs, mesh)
-  assert str(caught.value) == (
-    "the rule for 'batch' splits nothing: axis 'context' of ('data', 'fsdp', 'context') is not in the mesh.\n"
-    "  mesh {'data': 4, 'fsdp': 2}\n"
-    "  Fix: leave it out, batch=('data', 'fsdp'), or give the mesh this axis with size 1."
-  )
   assert not check_axes(pairs, {**mesh, "context": 1})
   (note,) = check_axes(LogicalRules(batch=first(("data", "pod"), None)), mesh)
   assert note.startswith("the rule for 'batch' splits nothing: axis 'pod'")
@@ -186,11 +164,8 @@ def test_replace_changes_policies_and_the_fallback_and_takes_any_name():
 
 
 def test_a_fix_is_python_whatever_the_name():
-  with pytest.raises(ShardingError) as caught:
+  with pytest.raises(ShardingError, match=r"LogicalRules\(\{'col-alias': 'layers'\}\), or \{'col-al"):
     nxp.resolve_spec(("col-alias",), (8,), {"layers": 2}, LogicalRules())
-  assert caught.value.fix == (
-    "Add a rule, nxp.LogicalRules({'col-alias': 'layers'}), or {'col-alias': None} not to split it."
-  )
   with pytest.raises(ShardingError, match=r"nxp\.RuleSet\.of\(rules\)\.replace\(\{'a b': None\}\)"):
     nxp.resolve_spec(("a b",), (3,), {"x": 2}, LogicalRules({"a b": "x"}))
   with pytest.raises(ShardingError, match=r"do not split it: \{'a b': nxp.LogicalRules.first\('x', None\)\}"):

@@ -58,9 +58,7 @@ def test_a_step_by_hand_equals_the_plain_one(layout, check):
   batch = {"x": normal(16, 16), "y": jnp.asarray(RANDOM.integers(0, 3, 16))}
 
   def step(model, optimizer, batch):
-    def loss(model):
-      return own_loss(nxp.parallel.gather_parameters(model, plan, axes), batch)
-
+    loss = lambda model: own_loss(nxp.parallel.gather_parameters(model, plan, axes), batch)
     value, grads = nnx.value_and_grad(loss)(model)
     optimizer.update(model, grads)
     return jax.lax.pmean(value, axes)
@@ -82,13 +80,9 @@ def test_dropout_differs_along_the_batch_and_agrees_along_other_axes():
   mesh = nxp.make_mesh(data=4, tensor=2)
   plan = nxp.plan(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), mesh, nxp.LogicalRules(batch="data"))
   model = placed(plan)
-
-  def masks(model, x):
-    return nxp.parallel.fold_rng_over_axis(model, "data")(x)[None]
-
-  run = nxp.parallel.map_shards(
-    masks, plan, in_specs=(None, P()), out_specs=P(("data", "tensor")), check_vma=False
-  )
+  masks = lambda model, x: nxp.parallel.fold_rng_over_axis(model, "data")(x)[None]
+  specs = {"in_specs": (None, P()), "out_specs": P(("data", "tensor"))}
+  run = nxp.parallel.map_shards(masks, plan, **specs, check_vma=False)
   found = np.asarray(nnx.jit(run)(model, jnp.ones(64))).reshape(4, 2, 64)
   assert (found[:, 0] == found[:, 1]).all()
   assert len({row.tobytes() for row in found[:, 0]}) == 4
@@ -125,9 +119,7 @@ def trained(x, scale):
   return scaled(x, scale)
 
 
-trained.defvjp(
-  lambda x, scale: (scaled(x, scale), (x, scale)), lambda kept, g: jax.vjp(plain_scaled, *kept)[1](g)
-)
+trained.defvjp(lambda *x: (scaled(*x), x), lambda kept, g: jax.vjp(plain_scaled, *kept)[1](g))
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
@@ -152,8 +144,7 @@ def test_a_pallas_kernel_on_the_shards_that_logical_names_give(explicit):
 
 
 def test_a_kernel_with_several_results_in_a_train_step():
-  def halves(x):
-    return jnp.tanh(x), x * 2
+  halves = lambda x: (jnp.tanh(x), x * 2)
 
   def losses(f):
     def loss(model, batch):
@@ -166,7 +157,5 @@ def test_a_kernel_with_several_results_in_a_train_step():
 
   mesh, rules = nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=8)
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-  close(
-    losses(nxp.parallel.map_kernel(halves, [("batch", None)], [("batch", None), ("batch", None)])),
-    losses(halves),
-  )
+  names = ("batch", None)
+  close(losses(nxp.parallel.map_kernel(halves, [names], [names, names])), losses(halves))

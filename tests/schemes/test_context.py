@@ -62,30 +62,18 @@ def drawn(batch, length, kv_heads, keys=None, dtype=np.float32):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A layout, and options of an attention.
-
-  Attributes:
-    mesh: its axes.
-    explicit: its Explicit axes.
-    length, keys: the numbers of queries and keys.
-    kv_heads: heads of keys.
-    options: of `context_attention`.
-    packed: whether sequences are packed into segments.
-    padded: whether some keys are not seen.
-    by_document: whether packed documents are in an order of their own, with their positions.
-    in_scope: whether rules say how the examples are split.
-  """
+  """A layout, and options of an attention."""
 
   mesh: dict[str, int]
   explicit: tuple[str, ...]
-  length: int
+  length: int  # of queries
   keys: int
   kv_heads: int
-  options: dict[str, Any]
-  packed: bool
-  padded: bool
-  by_document: bool
-  in_scope: bool
+  options: dict[str, Any]  # of `context_attention`
+  packed: bool  # into segments
+  padded: bool  # some keys are not seen
+  by_document: bool  # documents are in an order of their own, with their positions
+  in_scope: bool  # rules say how the examples are split
 
   @classmethod
   def of(cls, seed):
@@ -109,18 +97,10 @@ class Case:
     length, keys = (2 * shards * rings * int(draw.integers(1, 6)) for _ in range(2))
     kv_heads = 4 if tensor > 1 else int(draw.choice([1, 2, 4]))
     packed, padded, by_document, in_scope = (bool(draw.integers(2)) for _ in range(4))
-    return cls(
-      mesh={name: sizes[name] for name in axes},
-      explicit=tuple(explicit),
-      length=length,
-      keys=length if is_alone else keys,
-      kv_heads=kv_heads,
-      options=options,
-      packed=is_alone and packed,
-      padded=padded,
-      by_document=is_alone and packed and by_document and not options["zigzag"],
-      in_scope=in_scope,
-    )
+    packed, keys = is_alone and packed, length if is_alone else keys
+    by_document = packed and by_document and not options["zigzag"]
+    mesh = {name: sizes[name] for name in axes}
+    return cls(mesh, (*explicit,), length, keys, kv_heads, options, packed, padded, by_document, in_scope)
 
 
 # Rings of some heads on Explicit axes of each kind, documents in an order of their own on each layout (also
@@ -161,10 +141,8 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
   batch = None if batch == "context" else batch
   places = ("context", "heads") if "heads" in case.mesh else "context"
   layouts = [PartitionSpec(batch, places, tensor)] * 4 + [PartitionSpec(batch, places)]
-  placed = [
-    None if x is None else jax.device_put(x, NamedSharding(mesh, layout))
-    for x, layout in zip(rest, layouts, strict=True)
-  ]
+  put = lambda x, layout: None if x is None else jax.device_put(x, NamedSharding(mesh, layout))
+  placed = [*map(put, rest, layouts)]
   attend = nxp.parallel.context_attention(**case.options)
 
   def split(q, k, v, segments, keep):
@@ -188,10 +166,7 @@ def compiled(attend, length, *, gradient, shards=8, heads=HEADS):
   mesh = nxp.make_mesh(context=shards)
   layout = NamedSharding(mesh, PartitionSpec(None, "context"))
   given = [jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.float32, sharding=layout)] * 3
-
-  def summed(*given):
-    return jnp.sum(attend(*given))
-
+  summed = lambda *given: jnp.sum(attend(*given))
   with jax.set_mesh(mesh):
     return jax.jit(jax.grad(summed, (0, 1, 2)) if gradient else attend).lower(*given).compile()
 
@@ -269,21 +244,18 @@ def test_options_and_meshes_that_are_none_are_refused():
       nxp.parallel.context_attention(**options)
   with pytest.raises(SchemeError, match="window=0"):
     nxp.parallel.context_attention(window=0)
-  with pytest.raises(SchemeError, match="pad them to 24"):
-    nxp.parallel.zigzag(np.arange(20), 4, dim=0)
   ids = np.repeat([[1, 2]], 12, 1)
-  with pytest.raises(SchemeError, match=r"(?s)24 positions .* 5 equal parts.*ids \(1, 24\).*them to 25"):
-    nxp.parallel.zigzag(ids, 5, segment_ids=ids)
-  with pytest.raises(SchemeError, match=r"shape \(1, 12\) does not fit segment ids of shape \(1, 24\)"):
-    nxp.parallel.zigzag(ids[:, :12], 2, segment_ids=ids)
-  with pytest.raises(SchemeError, match="dim=0"):
-    nxp.parallel.zigzag(ids, 2, dim=0, segment_ids=ids)
-  with pytest.raises(SchemeError, match=r"block=0(.|\n)*1 to "):
-    nxp.parallel.zigzag(ids, 2, segment_ids=ids, block=0)
-  with pytest.raises(SchemeError, match=r"shards=2\.5"):
-    nxp.parallel.zigzag(ids, 2.5)
-  with pytest.raises(SchemeError, match="block='a'"):
-    nxp.parallel.zigzag(ids, 2, segment_ids=ids, block="a")
+  for given, options, text in (
+    ((np.arange(20), 4), {"dim": 0}, "pad them to 24"),
+    ((ids, 5), {"segment_ids": ids}, r"(?s)24 positions .* 5 equal parts.*ids \(1, 24\).*them to 25"),
+    ((ids[:, :12], 2), {"segment_ids": ids}, r"shape \(1, 12\) does not fit segment ids of shape \(1, 24\)"),
+    ((ids, 2), {"segment_ids": ids, "dim": 0}, "dim=0"),
+    ((ids, 2), {"segment_ids": ids, "block": 0}, r"block=0(.|\n)*1 to "),
+    ((ids, 2.5), {}, r"shards=2\.5"),
+    ((ids, 2), {"segment_ids": ids, "block": "a"}, "block='a'"),
+  ):
+    with pytest.raises(SchemeError, match=text):
+      nxp.parallel.zigzag(*given, **options)
   x = jnp.ones((1, 24, 1, 4))
   with pytest.raises(SchemeError, match="zigzag=True and positions= both"):
     nxp.parallel.context_attention(zigzag=True)(x, x, x, positions=ids)
@@ -357,9 +329,7 @@ INPUTS = nxp.InputRules(map_2d=("batch", "seq"))
 
 @functools.cache
 def on_one_device():
-  def make():
-    return Decoder(None, nnx.Rngs(0))
-
+  make = lambda: Decoder(None, nnx.Rngs(0))
   return trained(make, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate(), sequences())
 
 
@@ -387,10 +357,7 @@ def test_training_equals_one_device(case):
   fallback = nxp.fsdp("fsdp", min_size=0) if "fsdp" in shape else nxp.replicate()
   places = ("context", "heads") if "heads" in shape else "context"
   rules = [nxp.LogicalRules(batch=batch_axis, seq=places), INPUTS, fallback]
-
-  def make():
-    return Decoder(attend, nnx.Rngs(0), remat=remat)
-
+  make = lambda: Decoder(attend, nnx.Rngs(0), remat=remat)
   losses = trained(make, nxp.make_mesh(shape), rules, batch, **step_options)
   np.testing.assert_allclose(losses, on_one_device(), rtol=2e-5)
 
@@ -411,13 +378,8 @@ def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   q, k, v, w, segments = drawn(2, 256, kv_heads)
   segments = segments if segmented else None
   attend = nxp.parallel.context_attention(how="ulysses", fused=True, **options)
-
-  def loss(attend):
-    return jax.jit(jax.value_and_grad(lambda *x: (attend(*x) * w).sum(), argnums=(0, 1, 2)))
-
-  def split(q, k, v):
-    return attend(q, k, v, segment_ids=segments)
-
+  loss = lambda attend: jax.jit(jax.value_and_grad(lambda *x: (attend(*x) * w).sum(), argnums=(0, 1, 2)))
+  split = lambda q, k, v: attend(q, k, v, segment_ids=segments)
   mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
   with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
     assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))

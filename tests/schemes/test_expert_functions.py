@@ -61,12 +61,9 @@ def test_values_and_gradients_are_those_of_each_expert_alone(case, sizes):
   parameters, rows = drawn(dtype, *names)
 
   def alone(parameters, rows):
-    ends = np.cumsum(sizes)
-    parts = [
-      of_one(jax.tree.map(lambda leaf, n=n: leaf[n], parameters), rows[end - size : end])
-      for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    ]
-    return jnp.concatenate(parts)
+    parts = enumerate(np.split(np.arange(len(rows)), np.cumsum(sizes)[:-1]))
+    own = lambda n: jax.tree.map(lambda leaf: leaf[n], parameters)
+    return jnp.concatenate([of_one(own(n), rows[part]) for n, part in parts])
 
   def with_gradients(run):
     loss = lambda *args: (run(*args).astype(jnp.float32) ** 2).sum()
@@ -87,11 +84,7 @@ def test_it_can_be_mapped(axes):
       for some, axis in zip(drawn(jnp.float32, "gate", "up", "down"), axes, strict=True)
     ]
 
-  def run(parameters, rows):
-    return jax.value_and_grad(lambda *args: (gated(*args, jnp.array(SIZES)) ** 2).sum(), (0, 1))(
-      parameters, rows
-    )
-
+  run = jax.value_and_grad(lambda *args: (gated(*args, jnp.array(SIZES)) ** 2).sum(), (0, 1))
   stacked = [
     first if axis is None else jax.tree.map(lambda *xs, axis=axis: jnp.stack(xs, axis), first, second)
     for first, second, axis in zip(of(0), of(1), axes, strict=True)

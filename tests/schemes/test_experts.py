@@ -99,11 +99,8 @@ ON_TPUS = {
   "grouped rounds": functools.partial(nxp.parallel.experts, buffer=0.5),
   "grouped parts": functools.partial(nxp.parallel.experts, block=2),
 }
-BY_DATA, BY_TENSOR, BY_FSDP = (
-  {"data": 2, "expert": 4},
-  {"data": 2, "expert": 2, "tensor": 2},
-  {"fsdp": 2, "expert": 2, "tensor": 2},
-)
+BY_DATA = {"data": 2, "expert": 4}
+BY_TENSOR, BY_FSDP = ({axis: 2, "expert": 2, "tensor": 2} for axis in ("data", "fsdp"))
 SIZES = {
   "rounds": ("rounds", BY_DATA, (8, 5), 8, 2, False),
   "capacity, odd": ("capacity", BY_DATA, (3, 7), 4, 3, False),
@@ -252,19 +249,16 @@ def test_inside_a_shard_map_over_the_batch():
     return nxp.parallel.experts(gated, parameters, x, nxp.parallel.route(x @ router, 2))[0]
 
   specs = PartitionSpec("data"), PartitionSpec()
-  run = jax.shard_map(
-    local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names={"data"}, check_vma=False
-  )
+  options = {"in_specs": specs, "out_specs": specs[0], "axis_names": {"data"}, "check_vma": False}
+  run = jax.shard_map(local, mesh=mesh, **options)
   y = jax.jit(run)(x, parameters)
   np.testing.assert_allclose(y, dense(gated, parameters, x, nxp.parallel.route(x @ router, 2)), atol=1e-5)
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
   """`jax.lax.ragged_all_to_all` as documented, by all-gathers; NaN where the two sides disagree."""
-  me, (rows, starts, sizes, ends) = (
-    jax.lax.axis_index(axis_name),
-    jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name),
-  )
+  me, mine = jax.lax.axis_index(axis_name), (operand, input_offsets, send_sizes, output_offsets)
+  rows, starts, sizes, ends = jax.lax.all_gather(mine, axis_name)
   output = jnp.where((sizes[:, me] == recv_sizes).all(), output, jnp.nan)
   numbers = jnp.arange(len(operand))
   for source in range(len(rows)):
@@ -346,9 +340,8 @@ def routed(logits, top_k, score, normalize, bias, groups, top_groups):
   """As a loop over tokens says it: experts, weights, losses and loads."""
   count, chosen, weights = logits.shape[-1], [], []
   flat = logits.reshape(-1, count).astype(np.float64)
-  scores = (
-    np.exp(flat) / np.exp(flat).sum(-1, keepdims=True) if score == "softmax" else 1 / (1 + np.exp(-flat))
-  )
+  softmax = np.exp(flat) / np.exp(flat).sum(-1, keepdims=True)
+  scores = softmax if score == "softmax" else 1 / (1 + np.exp(-flat))
   for own in scores:
     apart = (own + bias).reshape(groups, -1)
     of_group = np.sort(apart, 1)[:, -min(-(-top_k // top_groups), apart.shape[1]) :].sum(1)
@@ -362,40 +355,23 @@ def routed(logits, top_k, score, normalize, bias, groups, top_groups):
   return np.array(chosen), np.array(weights), count * (load / load.sum() * parts).sum(), z_loss, load
 
 
-@pytest.mark.parametrize(
-  ("score", "normalize", "biased", "groups"),
-  [
-    ("softmax", True, 0, (1, 1)),
-    ("sigmoid", False, 1, (1, 1)),
-    ("sigmoid", True, 1, (4, 2)),
-    ("softmax", False, 0, (4, 4)),
-  ],
-)
+ROUTERS = [("softmax", True, 0, (1, 1)), ("sigmoid", False, 1, (1, 1)), ("sigmoid", True, 1, (4, 2)),
+           ("softmax", False, 0, (4, 4))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "normalize", "biased", "groups"), ROUTERS)
 def test_a_router_chooses_the_best_and_weighs_them_by_their_scores(score, normalize, biased, groups):
   draw = np.random.default_rng(0).normal
   logits, bias = draw(size=(3, 20, 12)).astype(np.float32), biased * draw(size=12).astype(np.float32) / 4
-  options = {
-    "score": score,
-    "normalize": normalize,
-    "bias": bias,
-    "groups": groups[0],
-    "top_groups": groups[1],
-  }
+  options = {"score": score, "normalize": normalize, "groups": groups[0], "top_groups": groups[1]}
+  route = functools.partial(nxp.parallel.route, top_k=3, **options)
   with jax.set_mesh(nxp.make_mesh(MESH)):
-    found = jax.jit(functools.partial(nxp.parallel.route, top_k=3, **options))(logits)
-  given = (
-    found.experts.reshape(-1, 3),
-    found.weights.reshape(-1, 3),
-    found.auxiliary_loss,
-    found.z_loss,
-    found.load,
-  )
-  for a, b in zip(given, routed(logits, 3, **options), strict=True):
+    found = jax.jit(functools.partial(route, bias=bias))(logits)
+  given = found.experts.reshape(-1, 3), found.weights.reshape(-1, 3)
+  given += found.auxiliary_loss, found.z_loss, found.load
+  for a, b in zip(given, routed(logits, 3, bias=bias, **options), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5)
-  slope = jax.grad(lambda bias: nxp.parallel.route(logits, 3, **(options | {"bias": bias})).weights.sum())(
-    jnp.asarray(bias)
-  )
-  assert not slope.any()
+  assert not jax.grad(lambda bias: route(logits, bias=bias).weights.sum())(jnp.asarray(bias)).any()
 
 
 @pytest.mark.slow
@@ -409,11 +385,8 @@ def test_padding_has_no_experts_and_counts_nowhere(explicit):
   def losses(x, router, mask, w):
     routing = nxp.parallel.route(x @ router, 2, groups=4, top_groups=2, mask=mask)
     y, dropped = nxp.parallel.experts(gated, parameters, x, routing, block=3)
-    return jnp.sum(jnp.where(mask[..., None], y * w, 0)) + routing.auxiliary_loss + routing.z_loss, (
-      y,
-      routing,
-      dropped,
-    )
+    value = jnp.sum(jnp.where(mask[..., None], y * w, 0)) + routing.auxiliary_loss + routing.z_loss
+    return value, (y, routing, dropped)
 
   def alone(router):
     routing = nxp.parallel.route(x[mask] @ router, 2, groups=4, top_groups=2)
@@ -462,16 +435,14 @@ def up(p, rows, sizes):
 ROWS = "one row for each row"
 ERRORS = [
   ((6, 4, 4), (8, 6), {}, r"6 experts cannot be split.*\n.*8 experts"),
-  ((3, 4, 4), (8, 4), {}, r"\['up'\] \(3, 4, 4\)"),
-  ((4, 4, 4), (6, 4), {}, "made for other tokens"),
+  ((3, 4, 4), (8, 4), {}, r"\['up'\] \(3, 4, 4\)"), ((4, 4, 4), (6, 4), {}, "made for other tokens"),
   ((4, 4, 4), (8, 4), {"capacity": 0.0}, "capacity=0.0 is not a number above 0"),
   ((4, 4, 4), (8, 4), {"capacity": "2"}, "got capacity='2'"),
   ((4, 4, 4), (8, 4), {"buffer": "a"}, "got buffer='a'"),
   ((4, 4, 4), (8, 4), {"capacity": math.inf}, "no capacity=, which drops no token"),
-  ((4, 4, 4), (8, 4), {"block": 2.5}, "got block=2.5"),
-  ((4, 3, 4, 4), (8, 4), {}, ROWS),
+  ((4, 4, 4), (8, 4), {"block": 2.5}, "got block=2.5"), ((4, 3, 4, 4), (8, 4), {}, ROWS),
   ((4, 3, 4, 4), (8, 4), {"capacity": 1.0}, ROWS),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "logits", "options", "message"), ERRORS)

@@ -23,22 +23,15 @@ PERMUTE = "collective-permute"
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 
 
-class Net(nnx.Module):
-  """Square and long kernels in both orders of their axes, and biases."""
-
+class Net(nnx.Module):  # Square and long kernels in both orders of their axes, and biases
   def __init__(self, depth=2, width=16, hidden=32, use_bias=True):
     linear = functools.partial(nnx.Linear, rngs=nnx.Rngs(0), use_bias=use_bias)
-    down = named("mlp", "embed")
-    blocks = [
-      {
-        "a": linear(width, width, kernel_metadata=named("embed", "mlp")),
-        "b": linear(width, width, kernel_metadata=down),
-        "up": linear(width, hidden, kernel_metadata=named("embed", "mlp")),
-        "down": linear(hidden, width, kernel_metadata=down),
-      }
-      for _ in range(depth)
-    ]
-    self.blocks = nnx.List([nnx.Dict(block) for block in blocks])
+    up, down = ({"kernel_metadata": named(*names)} for names in (("embed", "mlp"), ("mlp", "embed")))
+    self.blocks = nnx.List()
+    for _ in range(depth):
+      block = {"a": linear(width, width, **up), "b": linear(width, width, **down)}
+      block |= {"up": linear(width, hidden, **up), "down": linear(hidden, width, **down)}
+      self.blocks.append(nnx.Dict(block))
 
   def __call__(self, x):
     for block in self.blocks:
@@ -47,9 +40,7 @@ class Net(nnx.Module):
     return x
 
 
-class Stacked(nnx.Module):
-  """Layers in one array, and an attention kernel whose columns are two dims."""
-
+class Stacked(nnx.Module):  # Layers in one array, and an attention kernel whose columns are two dims
   def __init__(self):
     rngs = nnx.Rngs(0)
     init = nnx.initializers.lecun_normal()
@@ -65,16 +56,12 @@ class Stacked(nnx.Module):
     return x + jnp.einsum("be,ehd->bhd", x, self.query[...]).reshape(len(x), -1) @ self.out[...].T
 
 
-def loss_fn(model, x):
-  return ((model(x) - x[:, ::-1]) ** 2).mean()
+loss_fn = lambda model, x: ((model(x) - x[:, ::-1]) ** 2).mean()
 
 
 def dims(params):
   kinds = {2: MuonDimensionNumbers(), 3: MuonDimensionNumbers(-2, -1)}
-
-  def of(path, x):
-    return MuonDimensionNumbers(0, (1, 2)) if "query" in str(path) else kinds.get(x.ndim)
-
+  of = lambda path, x: MuonDimensionNumbers(0, (1, 2)) if "query" in str(path) else kinds.get(x.ndim)
   return jax.tree_util.tree_map_with_path(of, params)
 
 
@@ -107,10 +94,8 @@ def parts(wrap, name="muon"):
   """A transformation for matrices, another for the rest."""
   kernels = shampoo(RATE) if name == "shampoo" else optax.contrib.muon(RATE, weight_decay=0.1)
   labels = lambda params: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", params)
-  return optax.chain(
-    optax.clip_by_global_norm(0.5),
-    optax.partition({"matrix": wrap(kernels), "rest": optax.adam(RATE)}, labels),
-  )
+  both = optax.partition({"matrix": wrap(kernels), "rest": optax.adam(RATE)}, labels)
+  return optax.chain(optax.clip_by_global_norm(0.5), both)
 
 
 TRANSFORMATIONS = {
@@ -119,21 +104,15 @@ TRANSFORMATIONS = {
   "shampoo and adam": functools.partial(parts, name="shampoo"),
 }
 LAYOUTS = {
-  "fsdp": ((1, 8, 1), {}),
-  "tensor": ((1, 1, 8), {}),
-  "data": ((8, 1, 1), {}),
-  "data x fsdp x tensor": ((2, 2, 2), {}),
-  "explicit": ((2, 2, 2), {"explicit": True}),
+  "fsdp": ((1, 8, 1), {}), "tensor": ((1, 1, 8), {}), "data": ((8, 1, 1), {}),
+  "data x fsdp x tensor": ((2, 2, 2), {}), "explicit": ((2, 2, 2), {"explicit": True}),
   "zero": ((2, 4, 1), {"zero": 1}),
-}
+}  # fmt: skip
 
 
 def plan_on(sizes, tx, init=Net, explicit=False, rules=RULES, **options):
-  mesh = nxp.make_mesh(
-    dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)),
-    devices=jax.devices()[: math.prod(sizes)],
-    explicit=explicit,
-  )
+  axes = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(sizes)], explicit=explicit)
   return nxp.plan(init, mesh, rules.replace(layers=None), optimizer=tx, **options)
 
 
@@ -252,10 +231,8 @@ def report(plan, batch):
 def test_each_product_runs_once_and_gradients_travel_by_rows(sizes, shares):
   """Whole matrices and back are two shares; half of the matrices are cut by columns, or by both."""
   init = functools.partial(Net, 8, 64, 128, use_bias=False)
-  muon, adam = (
-    report(plan_on(sizes, tx, init), (64, 64))
-    for tx in (nxp.parallel.per_matrix(optax.contrib.muon(RATE)), optax.adam(RATE))
-  )
+  of = lambda tx: report(plan_on(sizes, tx, init), (64, 64))
+  muon, adam = of(nxp.parallel.per_matrix(optax.contrib.muon(RATE))), of(optax.adam(RATE))
   # Five times x @ x.T, a @ a and b @ x, of the smaller side: by hand.
   square, long = 3 * 64**3, 64 * 64 * 128 * 2 + 64**3
   least = 5 * 2 * 8 * (2 * square + 2 * long) / 8

@@ -28,10 +28,8 @@ def layer(w: Any, x: Any, seen: Any, other: Any) -> Any:
 
 def given(layers: int, batch: int) -> tuple[Any, Any, Any, Any]:
   keys = jax.random.split(jax.random.key(0), 4)
-  weights = {
-    "kernel": jax.random.normal(keys[0], (layers, 6, 6)) / 2,
-    "bias": jax.random.normal(keys[1], (layers, 6)),
-  }
+  kernel, bias = jax.random.normal(keys[0], (layers, 6, 6)) / 2, jax.random.normal(keys[1], (layers, 6))
+  weights = {"kernel": kernel, "bias": bias}
   x, other = jax.random.normal(keys[2], (2, batch, 6))
   return weights, x, jnp.arange(batch) % 3, other
 
@@ -54,13 +52,9 @@ def value_and_gradients(f: Any, weights: Any, x: Any, seen: Any, other: Any) -> 
 
 
 GRID = [
-  (4, 4, 1, (), False),
-  (7, 8, 1, "data", True),
-  (8, 8, 2, "data", False),
-  (8, 8, 2, "data", True),
-  (3, 4, 1, "data", False),
-  (13, 12, 3, (), True),
-]
+  (4, 4, 1, (), False), (7, 8, 1, "data", True), (8, 8, 2, "data", False), (8, 8, 2, "data", True),
+  (3, 4, 1, "data", False), (13, 12, 3, (), True),
+]  # fmt: skip
 
 
 @pytest.mark.cases(2)
@@ -70,12 +64,9 @@ def test_values_and_gradients_are_those_of_the_layers(
 ) -> None:
   args = given(layers, microbatches * 4)
   options = {"microbatches": microbatches, "virtual_stages": virtual_stages, "batch_axes": axes}
+  piped = lambda w, x, seen, other: nxp.parallel.pipeline(layer, w, x, seen, other, **options)
   with jax.set_mesh(nxp.make_mesh(data=2, stage=4, explicit=explicit)):
-    found = jax.jit(
-      lambda *args: value_and_gradients(
-        lambda w, x, seen, other: nxp.parallel.pipeline(layer, w, x, seen, other, **options), *args
-      )
-    )(*args)
+    found = jax.jit(lambda *args: value_and_gradients(piped, *args))(*args)
   close(found, value_and_gradients(one_by_one, *args))
 
 
@@ -131,27 +122,17 @@ def test_a_loss_of_a_layer_function_in_each_order(
     def look_up(x: Any) -> Any:
       return (jax.nn.one_hot(x["tokens"], 4) @ model["table"]) if explicit else model["table"][x["tokens"]]
 
-    return nxp.parallel.pipeline(
-      layer,
-      model["layers"],
-      batch,
-      batch["seen"],
-      batch["other"],
-      microbatches=8,
-      before=look_up,
-      after=lambda y, x: ((y @ model["head"] - x["wanted"]) ** 2).mean(),
-      order=order,
-      virtual_stages=virtual_stages,
-      recompute=recompute,
-    )
+    squares = lambda y, x: ((y @ model["head"] - x["wanted"]) ** 2).mean()
+    options = {"order": order, "virtual_stages": virtual_stages, "recompute": recompute}
+    ends = {"before": look_up, "after": squares, "microbatches": 8}
+    given = model["layers"], batch, batch["seen"], batch["other"]
+    return nxp.parallel.pipeline(layer, *given, **ends, **options)
 
   mesh = nxp.make_mesh(data=2, stage=4, explicit=explicit)
   with jax.set_mesh(mesh):
-    names, where = (model["layers"], model["table"], model["head"], batch), PLACES[places]
-    layers, table, head, rows = (
-      jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(names, where, strict=True)
-    )
-    found = jax.jit(jax.value_and_grad(piped))({"layers": layers, "table": table, "head": head}, rows)
+    *where, of_batch = (jax.NamedSharding(mesh, spec) for spec in PLACES[places])
+    placed = {name: jax.device_put(x, to) for (name, x), to in zip(model.items(), where, strict=True)}
+    found = jax.jit(jax.value_and_grad(piped))(placed, jax.device_put(batch, of_batch))
   close(found, jax.value_and_grad(whole)(model))
   if recompute and order != "1f1b" and places == "whole":
     close(jax.jit(jax.value_and_grad(piped))(model, batch), found)  # on one device
@@ -164,9 +145,8 @@ def test_the_schedule_is_the_one_of_theory() -> None:
   for some in (plan, nxp.parallel.Schedule(4, 8, 16, 2), nxp.parallel.Schedule(2, 4, 9, 3)):
     ticks, stages = np.ix_(range(some.ticks), range(some.stages))
     works, microbatch, repeat = some.item(ticks, stages)
-    done = collections.Counter(
-      zip(*(np.broadcast_to(x, works.shape)[works] for x in (stages, microbatch, repeat)), strict=True)
-    )
+    parts = (np.broadcast_to(x, works.shape)[works] for x in (stages, microbatch, repeat))
+    done = collections.Counter(zip(*parts, strict=True))
     assert {*done.values()} == {1}
     assert len(done) == some.stages * some.microbatches * some.virtual_stages
     assert 1 - works.mean() == pytest.approx(some.bubble_ratio)
@@ -251,17 +231,13 @@ class Memories(Model):
     self.blocks = nnx.List([Remembering(8, rngs) for _ in range(4)])
 
 
-class Routed(Block):
-  """Its second result is for the loss."""
-
+class Routed(Block):  # Its second result is for the loss
   def __call__(self, x: Any, mask: Any, scale: Any, bias: Any) -> Any:
     y = super().__call__(x * scale[None, None], mask) + bias[None, None]
     return y, (y**2).mean()
 
 
-class Tied(Model):
-  """Layers with a term of the loss, which read one Param twice; the head is the embedding."""
-
+class Tied(Model):  # Layers with a term of the loss, which read one Param twice; the head is the embedding
   def __init__(self, rngs: Any):
     super().__init__(0, rngs)
     self.blocks = nnx.List([Routed(8, rngs) for _ in range(5)])
@@ -276,9 +252,7 @@ class Tied(Model):
     return (x + first) @ self.embed.embedding[...].T * (1 + sum(terms))
 
 
-class Stacked(nnx.Module):
-  """Layers in one or several stacks, each of which is a scan of recomputed layers."""
-
+class Stacked(nnx.Module):  # Layers in one or several stacks, each of which is a scan of recomputed layers
   def __init__(self, depth: int = 4, stacks: int = 1, rngs: Any = None):
     self.embed = nnx.Embed(16, 8, rngs=rngs)
     stack = nnx.split_rngs(splits=depth // stacks)(nnx.vmap(lambda rngs: Block(8, rngs)))
@@ -300,9 +274,7 @@ def loss(model: Any, batch: Any) -> Any:
   return nxp.weighted((losses * counted.astype(losses.dtype)).sum(), counted.sum()), {"all": losses.mean()}
 
 
-def trained(
-  make: Any, mesh: Any, pipeline: Any, rules: Any = None, microbatches: int = 4, **options: Any
-) -> tuple[Any, Any]:
+def trained(make: Any, mesh: Any, pipeline: Any, rules: Any, microbatches: int, **options: Any) -> Any:
   plan = nxp.plan(make, mesh, rules or nxp.replicate(), optimizer=optax.adam(1e-2))
   model, optimizer = placed(plan)
   step = nxp.train_step(loss, microbatches=microbatches, pipeline=pipeline, **options)
@@ -315,6 +287,7 @@ def trained(
   return (found, jax.device_get(jax.tree.leaves(keys))), step
 
 
+BY_TENSOR = nxp.PathRules([(".*[.]up[.]kernel", (None, "tensor")), (".*[.]down[.]kernel", ("tensor", None))])
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "uneven": (Model, {"data": 2, "stage": 4}, {"rules": nxp.presets.pipeline(min_size=8)}),
   "dropout": (lambda rngs: Model(drop=0.3, rngs=rngs), {"data": 2, "stage": 4}, {"remat": "full"}),
@@ -322,25 +295,13 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "memory": (Memories, {"data": 2, "stage": 4}, {}),
   "tied": (Tied, {"data": 2, "stage": 4}, {}),
   "stacked": (Stacked, {"data": 2, "stage": 4}, {"remat": "full"}),
-  "circular": (
-    lambda rngs: Model(8, rngs=rngs),
-    {"data": 4, "stage": 2},
-    {"virtual_stages": 2, "rules": nxp.presets.pipeline(min_size=8)},
-  ),
+  "circular": (lambda rngs: Model(8, rngs=rngs), {"data": 4, "stage": 2},
+    {"virtual_stages": 2, "rules": nxp.presets.pipeline(min_size=8)}),
   "stacks": (lambda rngs: Stacked(8, 2, rngs), {"data": 2, "stage": 4}, {}),
   "fsdp": (Stacked, {"data": 2, "fsdp": 2, "stage": 2}, {"rules": nxp.fsdp("fsdp", min_size=8)}),
-  "tensor": (
-    lambda rngs: Model(4, rngs=rngs),
-    {"data": 2, "stage": 2, "tensor": 2},
-    {
-      "remat": "full",
-      "rules": [
-        nxp.PathRules([(".*[.]up[.]kernel", (None, "tensor")), (".*[.]down[.]kernel", ("tensor", None))]),
-        nxp.fsdp("stage", min_size=8),
-      ],
-    },
-  ),
-}
+  "tensor": (lambda rngs: Model(4, rngs=rngs), {"data": 2, "stage": 2, "tensor": 2},
+    {"remat": "full", "rules": [BY_TENSOR, nxp.fsdp("stage", min_size=8)]}),
+}  # fmt: skip
 
 
 @functools.cache
@@ -379,9 +340,7 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
     assert step.reduction == "once, after the last tick, over data"
 
 
-class Straight(Model):
-  """Layers and a head whose results have a sharding of their own on Explicit axes."""
-
+class Straight(Model):  # Layers and a head whose results have a sharding of their own on Explicit axes
   def __call__(self, x: Any) -> Any:
     for block in self.blocks:
       x = block(x, jnp.ones_like(x[..., 0]))
@@ -454,31 +413,17 @@ class Unbound(Model):
 
 @pytest.mark.slow
 def test_what_cannot_be_a_pipeline_says_why() -> None:
-  stages = nxp.make_mesh(data=2, stage=4)
+  stages, four = nxp.make_mesh(data=2, stage=4), functools.partial(Model, 4)
+  one_by_one = nxp.Pipeline(order="1f1b")
   for make, mesh, options, message in (
     (Stem, stages, {}, "changes with the batch"),
     (functools.partial(Model, 1), stages, {}, "consecutive equal layers"),
     (functools.partial(Unbound, 4), stages, {}, r"does not call them as layer\(\.\.\.\)"),
-    (functools.partial(Model, 4), nxp.make_mesh(data=8), {}, "no axis 'stage'"),
+    (four, nxp.make_mesh(data=8), {}, "no axis 'stage'"),
     (Stacked, stages, {"remat": nxp.Remat("full", every=2)}, "does not apply to a scan"),
-    (
-      functools.partial(Hidden, 4),
-      stages,
-      {},
-      r"(?s)a pipeline does not reach layers inside remat.*Fix: @nnx\.remat",
-    ),
-    (
-      functools.partial(Model, 4),
-      nxp.make_mesh(data=8, stage=1),
-      {"pipeline": nxp.Pipeline(order="1f1b")},
-      "at least 2 stages",
-    ),
-    (
-      functools.partial(Model, 4),
-      stages,
-      {"pipeline": nxp.Pipeline(order="1f1b"), "tx": nxp.with_loss_scale(optax.sgd(0.1))},
-      "underflow",
-    ),
+    (functools.partial(Hidden, 4), stages, {}, r"(?s)not reach layers inside remat.*Fix: @nnx\.remat"),
+    (four, nxp.make_mesh(data=8, stage=1), {"pipeline": one_by_one}, "at least 2 stages"),
+    (four, stages, {"pipeline": one_by_one, "tx": nxp.with_loss_scale(optax.sgd(0.1))}, "underflow"),
   ):
     with pytest.raises((TrainError, SchemeError), match=message):
       lowered(make, mesh, **options)

@@ -27,9 +27,7 @@ class Block(Inner):
     return x + super().__call__(x)
 
 
-class Towers(nnx.Module):
-  """Two towers of a few layers: their outputs meet behind the last layers."""
-
+class Towers(nnx.Module):  # Two towers of a few layers: their outputs meet behind the last layers
   def __init__(self, depth, shared, kind=Block):
     rngs = nnx.Rngs(0)
     self.one = nnx.List([kind(rngs) for _ in range(depth)])
@@ -44,9 +42,7 @@ class Towers(nnx.Module):
     return one - two
 
 
-class Outside(Towers):
-  """The residual is outside of the layer."""
-
+class Outside(Towers):  # The residual is outside of the layer
   def __call__(self, x):
     for layer in self.one:
       x = x + layer(x)

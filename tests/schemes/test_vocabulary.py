@@ -17,11 +17,9 @@ from training import run_steps
 
 RANDOM = np.random.default_rng(0)
 MESHES = {
-  "tensor": {"tensor": 8},
-  "data, tensor": {"data": 2, "tensor": 4},
-  "data, fsdp, tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-  "no tensor": {"data": 2, "fsdp": 4},
-}
+  "tensor": {"tensor": 8}, "data, tensor": {"data": 2, "tensor": 4},
+  "data, fsdp, tensor": {"data": 2, "fsdp": 2, "tensor": 2}, "no tensor": {"data": 2, "fsdp": 4},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -64,24 +62,19 @@ def with_gradients(f, weights):
 
 
 CASES = {
-  "plain": (32, {}),
-  "odd vocabulary": (37, {}),
-  "fewer columns than devices": (5, {}),
-  "padded": (48, {"vocab_size": 41}),
-  "smoothed": (37, {"label_smoothing": 0.1}),
-  "z-loss": (37, {"z_loss": 1e-2}),
-  "soft cap": (37, {"softcap": 3.0}),
-  "ignored": (37, {"ignore": 0}),
+  "plain": (32, {}), "odd vocabulary": (37, {}), "fewer columns than devices": (5, {}),
+  "padded": (48, {"vocab_size": 41}), "smoothed": (37, {"label_smoothing": 0.1}),
+  "z-loss": (37, {"z_loss": 1e-2}), "soft cap": (37, {"softcap": 3.0}), "ignored": (37, {"ignore": 0}),
   "all": (48, {"vocab_size": 41, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 4.0, "ignore": -100}),
-}
+}  # fmt: skip
+
+
+LAYOUTS = [("data, fsdp, tensor", 3, False), ("data, fsdp, tensor", 1, True), ("tensor", 3, True)]
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-  ("mesh", "parts", "explicit"),
-  [("data, fsdp, tensor", 3, False), ("data, fsdp, tensor", 1, True), ("tensor", 3, True)],
-)
+@pytest.mark.parametrize(("mesh", "parts", "explicit"), LAYOUTS)
 def test_losses_and_gradients_are_those_of_whole_logits(mesh, case, parts, explicit):
   vocab, options = CASES[case]
   x, head, labels = arrays(vocab)
@@ -123,18 +116,13 @@ def test_what_does_not_fit_is_an_error():
     jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x, head)
 
 
+TABLES = [("data, fsdp, tensor", 37, False), ("data, fsdp, tensor", 32, True), ("tensor", 5, True),
+          ("tensor", 32, False), ("no tensor", 37, True)]  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("mesh", "rows", "explicit"),
-  [
-    ("data, fsdp, tensor", 37, False),
-    ("data, fsdp, tensor", 32, True),
-    ("tensor", 5, True),
-    ("tensor", 32, False),
-    ("no tensor", 37, True),
-  ],
-)
+@pytest.mark.parametrize(("mesh", "rows", "explicit"), TABLES)
 def test_a_look_up_is_that_of_the_whole_table(mesh, rows, explicit):
   table, ids, weights = normal(rows, 8), jnp.asarray(RANDOM.integers(0, rows, (8, 5))), normal(8, 5, 8)
   wanted = jax.value_and_grad(lambda t: (t[ids] * weights).sum())(table)
@@ -145,9 +133,7 @@ def test_a_look_up_is_that_of_the_whole_table(mesh, rows, explicit):
   assert np.isnan(np.asarray(outside)).all(-1).tolist() == [[False, True], [True, False]]
 
 
-class Model(nnx.Module):
-  """Embedding, one layer, head; by whole logits, or by the scheme."""
-
+class Model(nnx.Module):  # Embedding, one layer, head; by whole logits, or by the scheme
   def __init__(self, vocab, rngs, tied=False):
     names = {"embedding_metadata": {"out_sharding": ("vocab", "embed"), "eager_sharding": False}}
     self.embed = nnx.Embed(vocab, 8, rngs=rngs, **names)
@@ -181,10 +167,9 @@ def losses_of(loss, plan, batch, steps=5, **options):
 
 @pytest.mark.slow
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("vocab", "uneven", "tied", "explicit"),
-  [(48, "error", False, True), (37, "pad", True, False), (37, "pad", False, True), (48, "error", True, True)],
-)
+@pytest.mark.parametrize(("vocab", "uneven", "tied", "explicit"), [
+  (48, "error", False, True), (37, "pad", True, False), (37, "pad", False, True), (48, "error", True, True),
+])  # fmt: skip
 def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explicit):
   init, batch = (lambda: Model(vocab, nnx.Rngs(0), tied)), batch_of(vocab)
   alone = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])

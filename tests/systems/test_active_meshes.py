@@ -43,9 +43,7 @@ LAYOUT = [RULES, nxp.replicate()]
 HOST = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 
-class Block(nnx.Module):
-  """Annotated parameters, an activation with names, batch statistics and random state."""
-
+class Block(nnx.Module):  # Annotated parameters, an activation with names, batch statistics and random state
   def __init__(self, rngs):
     names = {"out_sharding": ("embed", "mlp")}
     self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata=names)
@@ -58,9 +56,7 @@ class Block(nnx.Module):
     return self.down(self.dropout(nnx.relu(x)))
 
 
-class Net(nnx.Module):
-  """Two layers."""
-
+class Net(nnx.Module):  # Two layers
   def __init__(self):
     rngs = nnx.Rngs(0)
     self.blocks = nnx.List([Block(rngs), Block(rngs)])
@@ -71,10 +67,7 @@ class Net(nnx.Module):
     return x
 
 
-def loss(model, x):
-  return ((model(x) - x) ** 2).mean()
-
-
+loss = lambda model, x: ((model(x) - x) ** 2).mean()
 STEP, HAND, EVAL = nxp.train_step(loss, microbatches=2), nxp.train_step(loss), nxp.eval_step(loss)
 GENERATE = nxp.generator(3)
 
@@ -105,9 +98,7 @@ def decoder_on(kind):
   return placed(nxp.plan(decoder.Model, mesh, decoder.rules_for(axes)))
 
 
-class Given:
-  """What a call gets: objects of its own, made before the mesh was left active."""
-
+class Given:  # What a call gets: objects of its own, made before the mesh was left active
   def __init__(self, kind, folder):
     self.kind, self.folder, self.plan, self.other = kind, folder, plan_on(kind), other_plan()
     self.mesh = self.plan.mesh
@@ -276,54 +267,37 @@ def same_training(on):
 
 
 CALLS = {
-  "train_step": train,
-  "create_sharded_model": lambda on: nxp.create_sharded_model(on.plan),
+  "train_step": train, "create_sharded_model": lambda on: nxp.create_sharded_model(on.plan),
   "reshard": lambda on: nxp.reshard(on.model, on.plan, optimizer=on.optimizer),
   "reshard, to other devices": lambda on: nxp.reshard(on.model, on.other, optimizer=on.optimizer),
-  "Checkpointer": save_and_restore,
-  "eval_step": lambda on: [EVAL(on.model, x) for x in (HOST, on.batch)],
+  "Checkpointer": save_and_restore, "eval_step": lambda on: [EVAL(on.model, x) for x in (HOST, on.batch)],
   "a batch on the active mesh": evaluate_a_batch_made_there,
   "train_step, without a plan": train_without_a_plan,
   "check_step": lambda on: bool(nxp.check_step(on.plan, None, loss, HOST, microbatches=2)),
   "check_step, of two plans": lambda on: bool(nxp.check_step(on.plan, on.other, loss, HOST)),
   "check_gradients": lambda on: bool(nxp.check_gradients(on.model, on.batch, loss)),
-  "step.check_gradients": lambda on: bool(STEP.check_gradients(on.model, on.optimizer, HOST)),
-  "fit": fit,
-  "evaluate": lambda on: nxp.evaluate(EVAL, on.model, [HOST, on.batch]),
-  "generator": generate,
+  "step.check_gradients": lambda on: bool(STEP.check_gradients(on.model, on.optimizer, HOST)), "fit": fit,
+  "evaluate": lambda on: nxp.evaluate(EVAL, on.model, [HOST, on.batch]), "generator": generate,
   "generator.lower": lambda on: GENERATE.lower(decoder_on(on.kind), decoder.PROMPTS).compile() and None,
-  "plan": lambda on: nxp.plan(Net, on.mesh, LAYOUT, optimizer=TX).to_json(),
-  "a plan's methods": shown,
+  "plan": lambda on: nxp.plan(Net, on.mesh, LAYOUT, optimizer=TX).to_json(), "a plan's methods": shown,
   "plan.scope": scopes,
   "compiled": lambda on: STEP.compiled(on.model, on.optimizer, on.batch).memory_analysis() and None,
-  "lower": lambda on: STEP.lower(on.plan, batch=HOST).compile() and None,
-  "compile_report": report,
-  "memory_plan": lambda on: str(nxp.memory_plan(on.plan, loss, HOST, microbatches=2)),
-  "search": searched,
+  "lower": lambda on: STEP.lower(on.plan, batch=HOST).compile() and None, "compile_report": report,
+  "memory_plan": lambda on: str(nxp.memory_plan(on.plan, loss, HOST, microbatches=2)), "search": searched,
   "batches": lambda on: [*nxp.batches([HOST] * 3, on.plan), *nxp.batches([*HOST], on.plan, batch=8)],
   "shard_batch": lambda on: [nxp.shard_batch(x, on.plan) for x in (HOST, on.batch, jnp.asarray(HOST))],
   "with_layers": lambda on: nxp.eval_step(nxp.with_layers(loss, remat="full"))(on.model, HOST),
   "create_sharded_model, jit": lambda on: nxp.create_sharded_model(on.plan, compile="jit"),
-  "from_arrays": from_numpy,
-  "unsharded": lambda on: nxp.unsharded(Net),
+  "from_arrays": from_numpy, "unsharded": lambda on: nxp.unsharded(Net),
   "check_layout": lambda on: nxp.check_layout(on.model, on.plan, optimizer=on.optimizer),
   "infer_rules": lambda on: str(nxp.infer_rules(Net, on.mesh, HOST)),
   "ema_of": lambda on: nxp.ema_of(on.optimizer, on.model),
-  "loss_scale_of": lambda on: nxp.loss_scale_of(on.optimizer),
-  "ShardedOptimizer": update,
-  "task": whole_task,
-  "Job": job,
-  "send": send,
-  "map_shards": map_shards,
-  "hosts": lambda on: nxp.hosts.to_host(on.model),
-  "export_program": exported,
-  "safetensors": safetensors,
-  "linen": linen,
-  "lora": lora,
+  "loss_scale_of": lambda on: nxp.loss_scale_of(on.optimizer), "ShardedOptimizer": update, "task": whole_task,
+  "Job": job, "send": send, "map_shards": map_shards, "hosts": lambda on: nxp.hosts.to_host(on.model),
+  "export_program": exported, "safetensors": safetensors, "linen": linen, "lora": lora,
   "load_huggingface": lambda on: nxp.interop.load_huggingface(LLAMA, on.mesh, nxp.fsdp(min_size=16)),
-  "restore_orbax": restore_from_orbax,
-  "assert_same_training": same_training,
-}
+  "restore_orbax": restore_from_orbax, "assert_same_training": same_training,
+}  # fmt: skip
 
 
 def plain(result):

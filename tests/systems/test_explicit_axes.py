@@ -93,9 +93,7 @@ def test_a_step_is_lowered_on_an_abstract_mesh():
 def test_a_step_of_ones_own(kind):
   plan, batch, loss = planned("decoder", kind, zero=1)
   model, optimizer = placed(plan)
-
-  def constrained(model, batch):
-    return loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)
+  constrained = lambda model, batch: loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)
 
   @nnx.jit
   @nxp.parallel.auto_axes

@@ -34,9 +34,7 @@ class Auto(nnx.Module):
     return y @ self.w2[...] + self.b2[...][None]
 
 
-class Constrained(Auto):
-  """The same with JAX's own constraint, which Explicit axes refuse."""
-
+class Constrained(Auto):  # The same with JAX's own constraint, which Explicit axes refuse
   def __call__(self, x):
     y = jax.lax.with_sharding_constraint(jax.nn.relu(self.dot1(x)), P("data", "model"))
     return y @ self.w2[...] + self.b2[...][None]
@@ -72,9 +70,7 @@ class Logical(nnx.Module):
     return jax.nn.relu(self.dot1(x)) @ self.w2[...] + self.b2[...][None]
 
 
-class ForOptimizer(nnx.Module):
-  """Section "Shard the optimizer": its state has a layout of its own."""
-
+class ForOptimizer(nnx.Module):  # Section "Shard the optimizer": its state has a layout of its own
   def __init__(self, rngs):
     value = DRAW(rngs.params(), (DEPTH, DEPTH))
     self.w2 = nnx.Param(value, out_sharding=("model", None), optimizer_sharding=("model", "data"))
@@ -114,8 +110,7 @@ def mesh(explicit, data=2, model=4):
   return nxp.make_mesh(data=data, model=model, explicit=explicit, devices=devices)
 
 
-def loss(model, batch):
-  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 @nnx.jit

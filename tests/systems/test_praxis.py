@@ -14,9 +14,7 @@ CLASSES = 3
 SEEN: list[tuple[int, ...]] = []
 
 
-class Task(nnx.Module):
-  """An embedding, a layer, and logits; counts the steps that it sees."""
-
+class Task(nnx.Module):  # An embedding, a layer, and logits; counts the steps that it sees
   def __init__(self, rngs):
     names = {"out_sharding": ("vocab", None)}
     self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs, embedding_metadata=names)
@@ -31,8 +29,7 @@ class Task(nnx.Module):
     return (x + self.down(nnx.gelu(self.up(x)))) @ table.T
 
 
-def init():
-  return Task(nnx.Rngs(0))
+init = lambda: Task(nnx.Rngs(0))
 
 
 def loss_fn(model, batch):
@@ -74,10 +71,7 @@ def test_padding_is_taken_off_before_the_models_code_and_changes_no_number():
   assert plan["embed.embedding"].storage_shape == (32, WIDTH)
   SEEN.clear()
   batches = [batch_of(seed=seed) for seed in range(6)]
-
-  def scalar(model, batch):
-    return loss_fn(model, batch)[0]
-
+  scalar = lambda model, batch: loss_fn(model, batch)[0]
   many = run_training(plan, scalar, batches)
   assert set(SEEN) == {(VOCAB, WIDTH)}
   mesh = nxp.make_mesh(data=1, model=1, devices=jax.devices()[:1])

@@ -15,9 +15,7 @@ def normal(seed, *shape):
 
 
 def test_a_batch_that_is_on_no_mesh_is_not_silently_computed_eight_times(caplog):
-  def layer():
-    return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-
+  layer = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))
   plan = nxp.plan(layer, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
   model, optimizer = placed(plan)
   step, batch = nxp.train_step(lambda model, batch: (model(batch["x"]) ** 2).mean()), {"x": normal(0, 64, 64)}
@@ -42,9 +40,7 @@ def test_a_batch_that_is_on_no_mesh_is_not_silently_computed_eight_times(caplog)
 
 
 def test_a_batch_of_keys_may_be_abstract():
-  def noisy(model, batch):
-    return (model(jax.vmap(lambda key: jax.random.normal(key, (4,)))(batch)) ** 2).mean()
-
+  noisy = lambda model, batch: (model(jax.vmap(lambda key: jax.random.normal(key, (4,)))(batch)) ** 2).mean()
   init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
   plan = nxp.plan(init, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
   lowered = nxp.train_step(noisy).lower(plan, batch=jax.ShapeDtypeStruct((16,), jax.random.key(0).dtype))

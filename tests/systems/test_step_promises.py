@@ -10,9 +10,7 @@ import nnx_parallel as nxp
 from training import placed
 
 
-class Net(nnx.Module):
-  """Two layers with names."""
-
+class Net(nnx.Module):  # Two layers with names
   def __init__(self, rngs):
     self.up = nnx.Linear(8, 64, rngs=rngs, kernel_metadata={"out_sharding": (None, "mlp")})
     self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -22,9 +20,7 @@ class Net(nnx.Module):
     return self.down(self.drop(nnx.relu(self.up(x))))
 
 
-class Layer(Net):
-  """The same, recomputed as it is written."""
-
+class Layer(Net):  # The same, recomputed as it is written
   @nnx.remat
   def __call__(self, x):
     return super().__call__(x)
@@ -40,8 +36,7 @@ def make(net=Net, *, explicit=False, **options):
   return plan, *placed(plan)
 
 
-def loss_fn(model, x):
-  return ((model(x) - x) ** 2).mean()
+loss_fn = lambda model, x: ((model(x) - x) ** 2).mean()
 
 
 def batch_of(plan):
@@ -76,10 +71,7 @@ def test_the_first_step_reuses_the_buffers_after_a_restore(tmp_path):
 def test_a_module_from_outside_is_named_where_flax_speaks_of_trace_levels(options):
   plan, model, optimizer = make(Layer)
   noise = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-
-  def loss(model, x):
-    return (noise(model(x)) ** 2).mean()
-
+  loss = lambda model, x: (noise(model(x)) ** 2).mean()
   with pytest.raises(nxp.errors.TrainError) as error:
     nxp.train_step(loss, **options)(model, optimizer, batch_of(plan))
   text = str(error.value)

@@ -15,9 +15,7 @@ RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
 
 
-class Net(nnx.Module):
-  """Two layers."""
-
+class Net(nnx.Module):  # Two layers
   def __init__(self, rngs, width=16, hidden=32, out=None, **options):
     linear = functools.partial(nnx.Linear, rngs=rngs, **options)
     self.up = linear(width, hidden, kernel_metadata=named("embed", "mlp"))
@@ -41,8 +39,7 @@ class Normed(nnx.Module):
     return x
 
 
-def loss_fn(model, x):
-  return ((model(x).astype(jnp.float32) - x) ** 2).mean()
+loss_fn = lambda model, x: ((model(x).astype(jnp.float32) - x) ** 2).mean()
 
 
 def data(steps=3):

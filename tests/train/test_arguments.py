@@ -45,9 +45,7 @@ def test_keyword_arguments_are_constants_of_the_program():
 
 
 def test_true_and_one_are_two_constants():
-  def loss_fn(model, x, scale):
-    return (model(x) ** 2).mean() * (5 if scale is True else scale)
-
+  loss_fn = lambda model, x, scale: (model(x) ** 2).mean() * (5 if scale is True else scale)
   model, optimizer = made()
   step = nxp.train_step(loss_fn, microbatches=2)
   losses = [float(step(model, optimizer, X, scale=scale)["loss"]) for scale in (1, True, 1.0)]

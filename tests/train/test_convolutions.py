@@ -28,9 +28,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-class Net(nnx.Module):
-  """A grouped and a depthwise convolution between plain layers."""
-
+class Net(nnx.Module):  # A grouped and a depthwise convolution between plain layers
   def __init__(self, rngs: nnx.Rngs):
     def conv(groups: int) -> nnx.Conv:
       names = {"kernel_metadata": named(*CHANNELS), "bias_metadata": named("conv")}
@@ -48,14 +46,11 @@ class Net(nnx.Module):
     return self.depthwise(nnx.gelu(self.grouped(x)))
 
 
-class RematNet(Net):
-  """The same, whose convolutions are a layer that can be recomputed."""
-
+class RematNet(Net):  # The same, whose convolutions are a layer that can be recomputed
   body = nnx.remat(Net.body)
 
 
-def loss_fn(model: Net, batch: dict[str, jax.Array]) -> jax.Array:
-  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def batch_of(examples: int) -> dict[str, np.ndarray]:
@@ -127,8 +122,7 @@ def operands(mesh: Any, batch: PartitionSpec) -> tuple[jax.Array, jax.Array]:
   return jax.device_put(kernel, whole), jax.device_put(x, NamedSharding(mesh, batch))
 
 
-def depthwise_loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-  return (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
+depthwise_loss = lambda kernel, x: (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
 
 
 @pytest.mark.parametrize(("batch", "factor"), [("data", 4), ("model", 2)])
@@ -147,10 +141,7 @@ def test_xla_still_gets_it_wrong(batch: str, factor: int) -> None:
 @pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_batch_groups_written_by_the_user() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
-
-  def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-    return (jnp.sin(convolve(kernel, x, batch_group_count=2)) ** 2).mean()
-
+  loss = lambda kernel, x: (jnp.sin(convolve(kernel, x, batch_group_count=2)) ** 2).mean()
   rng = np.random.default_rng(0)
   kernel, x = rng.normal(size=(3, 8, 4)).astype("float32"), rng.normal(size=(8, 6, 8)).astype("float32")
   expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(kernel, x)
@@ -173,9 +164,7 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
   mesh = nxp.make_mesh(data=2, model=4)
 
   def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-      return jax.checkpoint(scaled)(convolve(kernel, x, feature_group_count=4)), None
-
+    step = lambda x, _: (jax.checkpoint(scaled)(convolve(kernel, x, feature_group_count=4)), None)
     return jax.lax.scan(step, x, None, length=2)[0].sum()
 
   rng = np.random.default_rng(0)

@@ -45,23 +45,16 @@ def renamed(model):
 
 
 EDITS = {
-  "flag": lambda m: m.eval(),
-  "number of another type": lambda m: setattr(m.drop, "rate", 1),
+  "flag": lambda m: m.eval(), "number of another type": lambda m: setattr(m.drop, "rate", 1),
   "Variable with the same value": lambda m: setattr(m.linear, "bias", nnx.Param(m.linear.bias.get_value())),
-  "submodule": lambda m: setattr(m, "linear", nnx.clone(m.linear)),
-  "added": lambda m: setattr(m, "extra", 1),
-  "deleted": lambda m: delattr(m.linear, "bias"),
-  "two items change places": swap,
-  "appended": lambda m: m.layers.append(nnx.clone(m.layers[0])),
-  "popped": lambda m: m.layers.pop(),
-  "item of a dict": lambda m: m.table.update(a=2),
-  "item of a list": lambda m: m.sizes.append(3),
-  "key of a dict": renamed,
-  "item moved to the next list": to_the_next_list,
-  "item moved to the next dict": to_the_next_dict,
-  "nnx.pop": lambda m: nnx.pop(m, nnx.RngCount),
+  "submodule": lambda m: setattr(m, "linear", nnx.clone(m.linear)), "added": lambda m: setattr(m, "extra", 1),
+  "deleted": lambda m: delattr(m.linear, "bias"), "two items change places": swap,
+  "appended": lambda m: m.layers.append(nnx.clone(m.layers[0])), "popped": lambda m: m.layers.pop(),
+  "item of a dict": lambda m: m.table.update(a=2), "item of a list": lambda m: m.sizes.append(3),
+  "key of a dict": renamed, "item moved to the next list": to_the_next_list,
+  "item moved to the next dict": to_the_next_dict, "nnx.pop": lambda m: nnx.pop(m, nnx.RngCount),
   "past the module": past_setattr,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
@@ -117,8 +110,7 @@ class Wide(nnx.Module):
     return self.up(self.extra(x) if hasattr(self, "extra") else x)
 
 
-def squares(model, x):
-  return (model(x) ** 2).mean()
+squares = lambda model, x: (model(x) ** 2).mean()
 
 
 def wide(**options):
@@ -155,14 +147,11 @@ def longer(model):
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize(
-  ("edit", "line"),
-  [
-    (longer, "0.mu.extra.kernel: not in the state, but a parameter of the model needs it"),
-    (without_bias, "0.nu.up.bias: in the state, but no parameter of the model needs it"),
-    (wider, "0.mu.up.kernel: shape (8, 16), but its parameter needs (8, 32)"),
-  ],
-)
+@pytest.mark.parametrize(("edit", "line"), [
+  (longer, "0.mu.extra.kernel: not in the state, but a parameter of the model needs it"),
+  (without_bias, "0.nu.up.bias: in the state, but no parameter of the model needs it"),
+  (wider, "0.mu.up.kernel: shape (8, 16), but its parameter needs (8, 32)"),
+])  # fmt: skip
 @pytest.mark.parametrize("by_hand", [False, True], ids=["planned", "by hand"])
 def test_parameters_that_the_optimizer_does_not_know_are_an_error_that_says_what_to_call(edit, line, by_hand):
   plan, model, optimizer = wide()

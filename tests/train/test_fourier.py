@@ -13,9 +13,7 @@ from nnx_parallel.testing import assert_same_training
 WIDTH, MODES = 16, 4
 
 
-class Spectral(nnx.Module):
-  """The product of a Fourier neural operator: of the lowest modes of each channel."""
-
+class Spectral(nnx.Module):  # The product of a Fourier neural operator: of the lowest modes of each channel
   def __init__(self, rngs):
     self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH, MODES, MODES, 2)) * 0.1)
 

@@ -13,9 +13,7 @@ from training import placed
 WIDTH = 64
 
 
-class Net(nnx.Module):
-  """A frozen trunk, a head, and a low-rank adapter beside the trunk."""
-
+class Net(nnx.Module):  # A frozen trunk, a head, and a low-rank adapter beside the trunk
   def __init__(self, rngs):
     self.trunk = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(4)])
     self.adapter = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
@@ -28,14 +26,8 @@ class Net(nnx.Module):
     return self.head(y + self.adapter(x))
 
 
-def init():
-  return Net(nnx.Rngs(0))
-
-
-def loss_fn(model, x):
-  return ((model(x) - x) ** 2).mean()
-
-
+init = lambda: Net(nnx.Rngs(0))
+loss_fn = lambda model, x: ((model(x) - x) ** 2).mean()
 HEAD = nnx.All(nnx.Param, nnx.PathContains("head"))
 X = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)
 
@@ -55,9 +47,8 @@ def flops(plan, **options):
 def test_a_subset_is_trained_and_the_rest_has_no_state(microbatches):
   plan = plan_on(nnx.LoRAParam)
   moments = [leaf.name for leaf in plan.leaves if leaf.root == "optimizer" and leaf.shape]
-  assert sorted(moments) == [
-    f"optimizer/opt_state.0.{m}.adapter.lora_{k}" for m in ("mu", "nu") for k in "ab"
-  ]
+  wanted = [f"optimizer/opt_state.0.{m}.adapter.lora_{k}" for m in ("mu", "nu") for k in "ab"]
+  assert sorted(moments) == wanted
   model, optimizer = placed(plan)
   before = arrays(model)
   step = nxp.train_step(loss_fn, microbatches=microbatches)

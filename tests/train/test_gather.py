@@ -57,10 +57,7 @@ def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   rng = np.random.default_rng(0)
   table, tokens = rng.normal(size=(16, 8)).astype(np.float32), rng.integers(-16, 16, (8, 5))
-
-  def loss(table, batch):
-    return jnp.sin(table[batch]).sum()
-
+  loss = lambda table, batch: jnp.sin(table[batch]).sum()
   where, batch = NamedSharding(mesh, spec), ("data", "fsdp")
   gather = Gather.of({("table",): where}, batch, mesh)
   run = jax.jit(jax.value_and_grad(gather.on(loss, lambda *_: [("table",), None])))
@@ -133,9 +130,7 @@ def test_a_product_with_a_constant_gradient_gathers_its_kernel_like_other_produc
   assert_same_training(loss, {"gathered": plan}, [x] * 2)
 
 
-class Normed(nnx.Module):
-  """Norms over one axis before kernels over two, sharded by hand."""
-
+class Normed(nnx.Module):  # Norms over one axis before kernels over two, sharded by hand
   def __init__(self, rngs):
     self.norms = nnx.List([nnx.RMSNorm(16, rngs=rngs) for _ in range(2)])
     self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
@@ -146,8 +141,7 @@ class Normed(nnx.Module):
     return x
 
 
-def squares(model, batch):
-  return ((model(batch["x"]) * batch["factor"]) ** 2).mean()
+squares = lambda model, batch: ((model(batch["x"]) * batch["factor"]) ** 2).mean()
 
 
 def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
@@ -187,8 +181,7 @@ def test_a_batch_on_no_mesh_is_left_to_xla_and_the_step_says_so(caplog):
   assert "leaves the layout of the batch to XLA" in caplog.text
 
 
-def decoder() -> decoders.Decoder:
-  return decoders.Decoder(SIZES, nnx.Rngs(0))
+decoder = lambda: decoders.Decoder(SIZES, nnx.Rngs(0))
 
 
 @pytest.mark.slow

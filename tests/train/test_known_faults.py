@@ -41,9 +41,7 @@ def convolution(kernel: Any, x: Any, groups: int = 1) -> Any:
 
 
 def grouped_convolution() -> float:
-  def run(kernel: Any, x: Any) -> Any:
-    return jax.grad(convolution)(kernel, x, 4)
-
+  run = lambda kernel, x: jax.grad(convolution)(kernel, x, 4)
   mesh = nxp.make_mesh(data=2, model=4)
   return off(run, mesh, (normal(3, 1, 4), jax.P()), (normal(8, 6, 4), jax.P("data")), out=jax.P())
 
@@ -87,18 +85,13 @@ def split_kernel() -> float:
 
 
 CANARIES = {
-  "grouped convolution": grouped_convolution,
-  "split window": split_window,
-  "swapped examples": swapped_examples,
-  "crossed gradient": crossed_gradient,
-  "looked-up rows": looked_up_rows,
-  "split kernel": split_kernel,
-}
+  "grouped convolution": grouped_convolution, "split window": split_window,
+  "swapped examples": swapped_examples, "crossed gradient": crossed_gradient,
+  "looked-up rows": looked_up_rows, "split kernel": split_kernel,
+}  # fmt: skip
 
 
-class Convolved(nnx.Module):
-  """A convolution over positions that a table over the tensor axis splits."""
-
+class Convolved(nnx.Module):  # A convolution over positions that a table over the tensor axis splits
   def __init__(self, rngs: nnx.Rngs):
     self.positions = nnx.Param(jax.random.normal(rngs.params(), (8, 16)), out_sharding=("mlp", None))
     self.kernel = nnx.Conv(16, 16, (3,), rngs=rngs)
@@ -107,22 +100,16 @@ class Convolved(nnx.Module):
     return self.kernel(x + self.positions[None])
 
 
-class Adapted(nnx.Module):
-  """A low-rank adapter beside its kernel, the two over different axes."""
-
+class Adapted(nnx.Module):  # A low-rank adapter beside its kernel, the two over different axes
   def __init__(self, rngs: nnx.Rngs):
-    def drawn(*names: str | None) -> nnx.Param[jax.Array]:
-      return nnx.Param(jax.random.normal(rngs.params(), (8, 8)), out_sharding=names)
-
+    drawn = lambda *names: nnx.Param(jax.random.normal(rngs.params(), (8, 8)), out_sharding=names)
     self.kernel, self.down, self.up = drawn(None, "mlp"), drawn(None, None), drawn("mlp", "embed")
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return x @ self.kernel + x @ self.down @ self.up
 
 
-class Mapped(Normed):
-  """A shard_map over the tensor axis alone: the batch's axes are left to XLA."""
-
+class Mapped(Normed):  # A shard_map over the tensor axis alone: the batch's axes are left to XLA
   def __call__(self, x: jax.Array) -> jax.Array:
     spec, mesh = jax.P(None, "tensor"), jax.sharding.get_abstract_mesh()
     sine: Any = jnp.sin
@@ -156,8 +143,7 @@ class Odd(Normed):
     return y * scale
 
 
-def squares(model: Any, x: Any) -> Any:
-  return (jnp.sin(model(x)) ** 2).mean()
+squares = lambda model, x: (jnp.sin(model(x)) ** 2).mean()
 
 
 def on_three_axes(make: Any, rules: Any = RULES) -> nxp.Plan:
@@ -208,21 +194,15 @@ def test_a_plan_that_splits_the_taps_of_a_dilated_kernel_is_an_error(taps: int) 
   assert "Fix: shard its channels: a rule of None for the names of the spatial dims" in str(caught.value)
 
 
-class Images(nnx.Module):
-  """A convolution, and one of each group of channels, over positions."""
-
+class Images(nnx.Module):  # A convolution, and one of each group of channels, over positions
   def __init__(self, rngs: nnx.Rngs, groups: int = 1):
     self.conv = nnx.Conv(8, 8, (3,), feature_group_count=groups, rngs=rngs)
 
 
-@pytest.mark.parametrize(
-  "rules",
-  [
-    nxp.LogicalRules(batch="data", seq="tensor"),
-    [nxp.LogicalRules(batch="data", rows="tensor"), nxp.InputRules(map_3d=("batch", "rows", None))],
-  ],
-  ids=["seq", "inputs"],
-)
+@pytest.mark.parametrize("rules", [
+  nxp.LogicalRules(batch="data", seq="tensor"),
+  [nxp.LogicalRules(batch="data", rows="tensor"), nxp.InputRules(map_3d=("batch", "rows", None))],
+], ids=["seq", "inputs"])  # fmt: skip
 def test_a_plan_that_splits_the_windows_of_a_convolution_beside_an_idle_axis_is_an_error(rules: Any) -> None:
   def plan(groups: int = 1, **sizes: int) -> nxp.Plan:
     return nxp.plan(lambda: Images(nnx.Rngs(0), groups), nxp.make_mesh(**sizes), rules)
@@ -246,15 +226,12 @@ def test_fsdp_leaves_the_taps_of_a_dilated_kernel_whole() -> None:
 
 def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
   plan = on_three_axes(Normed)
-  said = (
-    "in a step of your own, XLA can compute wrong gradients on this mesh (fsdp shards parameters and"
-    " examples, tensor no examples): differentiate nxp.parallel.gather_on_read(loss, model), as "
-    "nxp.train_step does by itself"
-  )
-  assert plan.notes == (said,)
+  (note,) = plan.notes
+  assert "can compute wrong gradients on this mesh (fsdp shards parameters and examples, tensor no" in note
+  assert "differentiate nxp.parallel.gather_on_read(loss, model), as nxp.train_step does by itself" in note
   layer = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
   idle = nxp.plan(layer, nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.fsdp(min_size=0))
-  assert idle.notes[0] == said
+  assert idle.notes[0] == note
 
   def tied() -> nnx.Module:
     embed = nnx.Embed(32, 16, rngs=nnx.Rngs(0))
@@ -269,9 +246,7 @@ def test_a_plan_says_what_a_step_of_ones_own_needs() -> None:
     assert not nxp.plan(layer, nxp.make_mesh(**axes), nxp.fsdp([*axes][-1], min_size=0)).notes
 
 
-class LookedUpTwice(nnx.Module):
-  """Two tables over several axes of the batch, and a shard_map between."""
-
+class LookedUpTwice(nnx.Module):  # Two tables over several axes of the batch, and a shard_map between
   def __init__(self, rngs: nnx.Rngs):
     def drawn(rows: int, columns: Any) -> nnx.Param[jax.Array]:
       return nnx.Param(jax.random.normal(rngs.params(), (rows, 16)), out_sharding=(None, columns))

@@ -36,8 +36,7 @@ def features(p, b):
   return jnp.tanh(b["x"] @ p["w"] + p["b"][None, None])
 
 
-def losses(p, b):
-  return optax.softmax_cross_entropy_with_integer_labels(features(p, b), b["y"])
+losses = lambda p, b: optax.softmax_cross_entropy_with_integer_labels(features(p, b), b["y"])
 
 
 def contrast(p, b):
@@ -178,42 +177,30 @@ def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
 
 
 UNARY = {
-  "tanh": jnp.tanh,
-  "softmax": jax.nn.softmax,
-  "product": lambda x, p: x @ p["w"],
-  "over rows": lambda x: jnp.cumsum(x, 1),
-  "swapped": lambda x: x.swapaxes(0, 1),
-  "flat": lambda x: x.reshape(-1, 4).reshape(x.shape),
-  "reversed": lambda x: x[:, ::-1],
-  "added": lambda x: jnp.cumsum(x, 0),
-  "sorted": lambda x: jnp.sort(x, 0),
-  "centred": lambda x: x - x.mean(0, keepdims=True),
-  "softmax over all": lambda x: jax.nn.softmax(x, 0),
-  "rolled": lambda x: jnp.roll(x, 1, 0),
-  "doubled": lambda x: jnp.concatenate([x, 2 * x], 0)[: x.shape[0]],
+  "tanh": jnp.tanh, "softmax": jax.nn.softmax, "product": lambda x, p: x @ p["w"],
+  "over rows": lambda x: jnp.cumsum(x, 1), "swapped": lambda x: x.swapaxes(0, 1),
+  "flat": lambda x: x.reshape(-1, 4).reshape(x.shape), "reversed": lambda x: x[:, ::-1],
+  "added": lambda x: jnp.cumsum(x, 0), "sorted": lambda x: jnp.sort(x, 0),
+  "centred": lambda x: x - x.mean(0, keepdims=True), "softmax over all": lambda x: jax.nn.softmax(x, 0),
+  "rolled": lambda x: jnp.roll(x, 1, 0), "doubled": lambda x: jnp.concatenate([x, 2 * x], 0)[: x.shape[0]],
   "stacked": lambda x: jnp.concatenate([x, x**2], 0).reshape(2, *x.shape).sum(0),
   "padded": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
   "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
   "normed": lambda x: x / (1 + jnp.sqrt((x**2).sum(-1, keepdims=True))),
-  "times the mean": lambda x: x * x.mean(),
-  "plus one": lambda x: x + jnp.ones_like(x),
+  "times the mean": lambda x: x * x.mean(), "plus one": lambda x: x + jnp.ones_like(x),
   "shifted": lambda x: jax.lax.pad(x, np.float32(0), ((1, -1, 0), (0, 0, 0), (0, 0, 0))),
   "first half set": lambda x: x.at[: x.shape[0] // 2].set(0.0),
   "first half added": lambda x: x.at[: x.shape[0] // 2].add(1.0),
   "first columns set": lambda x: x.at[:, :2].multiply(2.0),
   "pooled": lambda x: nnx.max_pool(x, (2,), (1,), "SAME"),
   "by its place": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None],
-}
+}  # fmt: skip
 ENDS = {
-  "mean": lambda x: x.mean(),
-  "sum": lambda x: x.sum(),
-  "mean of squares": lambda x: (x**2).mean(),
-  "square of the mean": lambda x: x.mean() ** 2,
-  "largest of each": lambda x: x.max(-1).mean(),
-  "largest": lambda x: x.max(),
-  "scaled sum": lambda x: x.sum() / x.shape[0],
+  "mean": lambda x: x.mean(), "sum": lambda x: x.sum(), "mean of squares": lambda x: (x**2).mean(),
+  "square of the mean": lambda x: x.mean() ** 2, "largest of each": lambda x: x.max(-1).mean(),
+  "largest": lambda x: x.max(), "scaled sum": lambda x: x.sum() / x.shape[0],
   "sum of sums": lambda x: 3 * x.sum(0).sum() - x[:, 0].sum(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

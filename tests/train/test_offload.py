@@ -16,9 +16,7 @@ from train.models import data, loss_fn
 HOST = "pinned_host"
 
 
-class Net(models.Net):
-  """Three layers, so that state is fetched in several groups."""
-
+class Net(models.Net):  # Three layers, so that state is fetched in several groups
   def __init__(self, rngs):
     super().__init__(rngs)
     self.mix = nnx.Linear(32, 32, rngs=rngs, kernel_metadata=named("mlp", "embed"))
@@ -42,14 +40,10 @@ def small_groups(monkeypatch):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  "tx",
-  [
-    nxp.with_loss_scale(nxp.with_masters(nxp.with_ema(optax.adamw(1e-2), 0.9))),
-    optax.chain(optax.clip_by_global_norm(0.05), optax.lamb(1e-2)),
-  ],
-  ids=["wrappers", "global norm, lamb"],
-)
+@pytest.mark.parametrize("tx", [
+  nxp.with_loss_scale(nxp.with_masters(nxp.with_ema(optax.adamw(1e-2), 0.9))),
+  optax.chain(optax.clip_by_global_norm(0.05), optax.lamb(1e-2)),
+], ids=["wrappers", "global norm, lamb"])  # fmt: skip
 def test_the_same_numbers_as_on_the_device(tx):
   plan = plan_on(tx, HOST, zero=1)
   model, optimizer, losses = train(plan)

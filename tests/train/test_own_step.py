@@ -28,9 +28,7 @@ def count_compilations():
   jax.monitoring.unregister_event_duration_listener(count)
 
 
-class Block(nnx.Module):
-  """Small replicated parameters, batch statistics and dropout around two split kernels."""
-
+class Block(nnx.Module):  # Small replicated parameters, batch statistics and dropout around two split kernels
   def __init__(self, rngs):
     self.up = nnx.Linear(8, 64, rngs=rngs)
     self.batch_norm = nnx.BatchNorm(64, rngs=rngs)
@@ -74,18 +72,15 @@ def expected():
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-  ("explicit", "zero", "memory"),
-  [(True, 0, "pinned_host"), (True, 1, None), (False, 0, None), (False, 1, "pinned_host")],
-)
+@pytest.mark.parametrize(("explicit", "zero", "memory"), [
+  (True, 0, "pinned_host"), (True, 1, None), (False, 0, None), (False, 1, "pinned_host"),
+])  # fmt: skip
 def test_nnx_jit_compiles_once_and_keeps_the_layout(explicit, zero, memory):
   found = losses_of(explicit=explicit, zero=zero, optimizer_memory=memory)
   np.testing.assert_allclose(found, expected(), rtol=1e-5)
 
 
-class Norm(nnx.Module):
-  """Own gradients of `scale` are 85 % off on three axes, if nothing is gathered."""
-
+class Norm(nnx.Module):  # Own gradients of `scale` are 85 % off on three axes, if nothing is gathered
   def __init__(self, rngs):
     self.norm = nnx.RMSNorm(64, scale_metadata={"out_sharding": ("norm",)}, rngs=rngs)
     self.up = nnx.Linear(64, 128, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)

@@ -19,10 +19,7 @@ from training import placed, run_steps
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
 # qwix 0.1.8 on flax 0.12.12
 quiet = pytest.mark.filterwarnings("ignore:The 'm.iter_modules", "ignore:'.value' access")
-
-
-def init():
-  return Net(nnx.Rngs(0))
+init = lambda: Net(nnx.Rngs(0))
 
 
 def run(build, sizes, steps=4):
@@ -43,10 +40,7 @@ def test_products_are_low_and_train_like_one_device(dtype, mark):
   import qwix
 
   rule = qwix.QtRule(module_path=".*", weight_qtype=dtype, act_qtype=dtype, bwd_qtype=dtype)
-
-  def build():
-    return qwix.quantize_model(init(), qwix.QtProvider([rule]), jnp.zeros((1, 16)))
-
+  build = lambda: qwix.quantize_model(init(), qwix.QtProvider([rule]), jnp.zeros((1, 16)))
   with jax.numpy_dtype_promotion("standard"):
     one, _, _ = run(build, (1, 1, 1))
     many, text, plan = run(build, (2, 2, 2))
@@ -71,9 +65,7 @@ ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-class Block(nnx.Module):
-  """Attention of two heads and an MLP, in float64."""
-
+class Block(nnx.Module):  # Attention of two heads and an MLP, in float64
   def __init__(self, rngs):
     linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs, param_dtype=jnp.float64)
     self.qkv = linear(WIDTH, 3 * WIDTH, kernel_metadata=named("embed", "heads"))
@@ -90,9 +82,7 @@ class Block(nnx.Module):
     return x + self.down(jnp.tanh(self.up(x)))
 
 
-class Blocks(nnx.Module):
-  """Blocks in turn."""
-
+class Blocks(nnx.Module):  # Blocks in turn
   def __init__(self, rngs):
     self.blocks = nnx.List([Block(rngs) for _ in range(2)])
 
@@ -123,12 +113,8 @@ def blocked(rules):
   return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0)), qwix.QtProvider(rules), x)
 
 
-def batches():
-  return [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(2)]
-
-
-def squares(model, x):
-  return ((model(x) - x[:, ::-1]) ** 2).mean()
+batches = lambda: [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(2)]
+squares = lambda model, x: ((model(x) - x[:, ::-1]) ** 2).mean()
 
 
 def planned(build, sizes, rules=BLOCKED, *, explicit=False, tx=None, **options):

@@ -14,9 +14,7 @@ from train import models
 from train.models import RULES
 
 
-class Net(models.Net):
-  """Noise on the input, dropout in the middle."""
-
+class Net(models.Net):  # Noise on the input, dropout in the middle
   def __init__(self, rngs):
     super().__init__(rngs, 8, 32)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -27,14 +25,8 @@ class Net(models.Net):
     return self.down(self.dropout(nnx.relu(self.up(x))))
 
 
-def init():
-  return Net(nnx.Rngs(0))
-
-
-def loss_fn(model, x):
-  return jnp.square(model(x) - x).mean()
-
-
+init = lambda: Net(nnx.Rngs(0))
+loss_fn = lambda model, x: jnp.square(model(x) - x).mean()
 BATCHES = list(np.random.default_rng(0).normal(size=(3, 16, 8)).astype(np.float32))
 
 

@@ -17,9 +17,7 @@ from training import placed
 STEPS = 15
 
 
-class MLP(nnx.Module):
-  """Two layers with a batch norm that can be left out."""
-
+class MLP(nnx.Module):  # Two layers with a batch norm that can be left out
   def __init__(self, size_in, size_out, rngs, norm=False):
     self.up = nnx.Linear(size_in, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
     self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else None
@@ -42,12 +40,8 @@ def make(init, tx=None, **options):
   return (plan, *made) if tx is not None else (plan, made)
 
 
-def generator():
-  return MLP(4, 2, nnx.Rngs(0))
-
-
-def discriminator():
-  return MLP(2, 1, nnx.Rngs(1))
+generator = lambda: MLP(4, 2, nnx.Rngs(0))
+discriminator = lambda: MLP(2, 1, nnx.Rngs(1))
 
 
 def gen_loss(models, batch):
@@ -87,10 +81,7 @@ def gan_by_hand():
   def step(models, optimizers, batch):
     losses = []
     for key, loss_fn in (("gen", gen_loss), ("disc", lambda m, b: disc_loss(m, b)[0])):
-
-      def alone(model, key=key, loss_fn=loss_fn):
-        return loss_fn({**models, key: model}, batch)
-
+      alone = lambda model, key=key, loss_fn=loss_fn: loss_fn({**models, key: model}, batch)
       loss, grads = nnx.value_and_grad(alone)(models[key])
       optimizers[key].update(models[key], grads)
       losses.append(loss)
@@ -120,8 +111,7 @@ def test_a_gan_equals_a_loop_written_by_hand():
   nxp.check_layout(disc, disc_plan, optimizer=disc_opt)
 
 
-def teacher():
-  return nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+teacher = lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(1))
 
 
 def distill(models, x):

@@ -17,16 +17,12 @@ from train.models import RULES
 from training import placed
 
 
-class Plain(models.Net):
-  """No statistics, no random state."""
-
+class Plain(models.Net):  # No statistics, no random state
   def __init__(self, rngs):
     super().__init__(rngs, 8, 16)
 
 
-class Net(Plain):
-  """With a batch norm and a dropout."""
-
+class Net(Plain):  # With a batch norm and a dropout
   def __init__(self, rngs):
     super().__init__(rngs)
     self.norm, self.drop = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
@@ -36,10 +32,7 @@ class Net(Plain):
 
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
-
-
-def loss_fn(model, batch):
-  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def make(net=Plain, tx=None, mesh=None, rules=RULES, explicit=None, **options):
@@ -118,10 +111,7 @@ def test_a_step_does_not_wait_for_its_metrics(monkeypatch):
 
 def test_a_step_lowers_from_a_plan_without_arrays():
   mesh = nxp.abstract_mesh(data=4, fsdp=16, tensor=8)
-
-  def init():
-    return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-
+  init = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))
   plan = nxp.plan(init, mesh, nxp.fsdp(min_size=1), optimizer=optax.adam(1e-3))
   batch = jax.ShapeDtypeStruct((128, 64), jnp.float32)
   for remat in (None, "as written", "none"):  # which need no layers
@@ -165,18 +155,13 @@ def static(model, batch):
 
 
 @pytest.mark.cases(4)
-@pytest.mark.parametrize(
-  ("change", "reason"),
-  [
-    (lambda model, batch: jax.tree.map(lambda x: x[:8], batch), "batch['x']: float32[16,8]"),
-    (lambda model, batch: {**batch, "x": batch["x"].astype(jnp.bfloat16)}, "-> bfloat16[16,8]"),
-    (laid_out_whole, "-> float32[16,8] P()"),
-    (renamed, "batch['weight']: absent -> float32[16,8]"),
-    (static, "model.up.precision: None -> 'highest'"),
-    (added, "model.seen was added"),
-  ],
-  ids=["shape", "dtype", "layout", "argument", "static value", "Variable"],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+  (lambda model, batch: jax.tree.map(lambda x: x[:8], batch), "batch['x']: float32[16,8]"),
+  (lambda model, batch: {**batch, "x": batch["x"].astype(jnp.bfloat16)}, "-> bfloat16[16,8]"),
+  (laid_out_whole, "-> float32[16,8] P()"),
+  (renamed, "batch['weight']: absent -> float32[16,8]"), (static, "model.up.precision: None -> 'highest'"),
+  (added, "model.seen was added"),
+], ids=["shape", "dtype", "layout", "argument", "static value", "Variable"])  # fmt: skip
 @pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_recompile_says_what_changed(change, reason, caplog):
   plan, model, optimizer = make(tx=optax.sgd(0.1))
@@ -404,15 +389,12 @@ def test_what_a_loss_may_not_return(result, message, fix, kind):
   assert "Tracer" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-  ("write", "message"),
-  [
-    (lambda m: setattr(m, "calls", 1), "the loss function added the attribute calls"),
-    (lambda m: setattr(m.up, "use_bias", 1), "changed the attribute up.use_bias.\n.* from True to 1"),
-    (lambda m: m.sizes.append(3), r"added the attribute sizes.1"),
-    (lambda m: delattr(m, "sizes"), "removed the attribute sizes"),
-  ],
-)
+@pytest.mark.parametrize(("write", "message"), [
+  (lambda m: setattr(m, "calls", 1), "the loss function added the attribute calls"),
+  (lambda m: setattr(m.up, "use_bias", 1), "changed the attribute up.use_bias.\n.* from True to 1"),
+  (lambda m: m.sizes.append(3), r"added the attribute sizes.1"),
+  (lambda m: delattr(m, "sizes"), "removed the attribute sizes"),
+])  # fmt: skip
 def test_a_plain_attribute_that_the_loss_function_writes_is_named(write, message):
   class Listed(Plain):
     def __init__(self, rngs):
@@ -501,10 +483,7 @@ def test_names_with_a_slash_are_those_of_one_loss_or_of_several(explicit):
   mesh = nxp.make_mesh(data=8, explicit=explicit)
   plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh, optimizer=optax.sgd(0.1))
   x = nxp.shard_batch(np.ones((16, 4), np.float32), plan)
-
-  def of(model):
-    return lambda y: ((model(y) ** 2).mean(), {"by/row": model(y).sum(-1), "by": model(y).mean()})
-
+  of = lambda model: lambda y: ((model(y) ** 2).mean(), {"by/row": model(y).sum(-1), "by": model(y).mean()})
   model, optimizer = nxp.create_sharded_model(plan)
   step = nxp.train_step(lambda m, y: of(m)(y), outputs=["by/row"])
   assert step(model, optimizer, x)["by/row"].sharding.spec[0] == "data"

@@ -13,11 +13,9 @@ from training import placed
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 STAGES = {"stage": 2, "data": 4}
 OPTIONS = {
-  "one batch": {},
-  "recomputed": {"remat": "full"},
-  "microbatches": {"microbatches": 2},
+  "one batch": {}, "recomputed": {"remat": "full"}, "microbatches": {"microbatches": 2},
   "all options": {"microbatches": 2, "remat": "full", "attention": "blockwise", "loss_chunks": 4},
-}
+}  # fmt: skip
 PIPELINES = [nxp.Pipeline("stage"), nxp.Pipeline("stage", order="1f1b")]
 
 
@@ -46,11 +44,9 @@ def traces(axes, rules, examples=32, explicit=False, tx=None, **options):
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(
-  ("axes", "rules"),
-  [(CUBE, nxp.fsdp(min_size=0)), ({"data": 8}, nxp.replicate()), ({"fsdp": 8}, nxp.fsdp(min_size=0))],
-  ids=["cube", "data", "fsdp"],
-)
+@pytest.mark.parametrize(("axes", "rules"), [
+  (CUBE, nxp.fsdp(min_size=0)), ({"data": 8}, nxp.replicate()), ({"fsdp": 8}, nxp.fsdp(min_size=0)),
+], ids=["cube", "data", "fsdp"])  # fmt: skip
 def test_a_loss_is_traced_at_most_twice(axes, rules, options, explicit):
   found, how = traces(axes, rules, explicit=explicit, **options)
   # Once if nothing has to be compared: replicas that may sum by themselves are compared with all together.
@@ -59,10 +55,8 @@ def test_a_loss_is_traced_at_most_twice(axes, rules, options, explicit):
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda pipeline: pipeline.order)
 def test_a_loss_of_a_pipeline_is_traced_twice(pipeline):
-  assert traces(STAGES, nxp.replicate(), microbatches=4, pipeline=pipeline) == (
-    2,
-    "once, after the last tick, over data",
-  )
+  found = traces(STAGES, nxp.replicate(), microbatches=4, pipeline=pipeline)
+  assert found == (2, "once, after the last tick, over data")
 
 
 @pytest.mark.parametrize("options", [OPTIONS["one batch"], OPTIONS["microbatches"]], ids=["one", "two"])

@@ -18,8 +18,7 @@ def init():
   return Net(nnx.Rngs(0), out=6)  # nothing divides the second bias
 
 
-def loss_fn(model, x):
-  return ((model(x) - x[:, :6]) ** 2).mean()
+loss_fn = lambda model, x: ((model(x) - x[:, :6]) ** 2).mean()
 
 
 def plan_on(name, tx=None, **options):
@@ -83,18 +82,14 @@ def test_stages_hold_the_planned_bytes_on_each_device():
     nxp.check_layout(wrong[0], plan, optimizer=wrong[1])
 
 
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    ({"zero": 3}, "zero=3 splits the parameters too"),
-    ({"zero": 4}, "zero=4 is not a stage"),
-    ({"zero_axes": "data"}, "zero_axes needs a stage"),
-    ({"zero": 1, "zero_axes": "dta"}, "zero_axes names 'dta', which is not in the mesh"),
-    ({"zero": 1, "zero_axes": ("data",) * 2}, r"zero_axes=\('data', 'data'\) names an axis twice"),
-    ({"zero": 1, "zero_axes": ()}, "zero=1 splits nothing: zero_axes names no axis"),
-    ({"zero": 1, "optimizer": None}, "zero=1 splits optimizer state, but there is no optimizer"),
-  ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+  ({"zero": 3}, "zero=3 splits the parameters too"), ({"zero": 4}, "zero=4 is not a stage"),
+  ({"zero_axes": "data"}, "zero_axes needs a stage"),
+  ({"zero": 1, "zero_axes": "dta"}, "zero_axes names 'dta', which is not in the mesh"),
+  ({"zero": 1, "zero_axes": ("data",) * 2}, r"zero_axes=\('data', 'data'\) names an axis twice"),
+  ({"zero": 1, "zero_axes": ()}, "zero=1 splits nothing: zero_axes names no axis"),
+  ({"zero": 1, "optimizer": None}, "zero=1 splits optimizer state, but there is no optimizer"),
+])  # fmt: skip
 def test_what_is_refused(options, message):
   with pytest.raises(nxp.errors.PlanError, match=message):
     nxp.plan(init, nxp.make_mesh(data=8, fsdp=1, tensor=1), RULES, **{"optimizer": optax.sgd(0.1), **options})
@@ -102,16 +97,12 @@ def test_what_is_refused(options, message):
 
 def test_a_stage_that_has_no_axes_is_an_error_and_not_a_no_op():
   rules = nxp.LogicalRules(batch=None, embed=None, mlp="tensor")
-  text = (
-    r"(?s)zero=1 splits nothing: no mesh axis splits the batch.*Fix: zero_axes='data', or split the batch"
-  )
+  text = r"(?s)zero=1 splits nothing: no mesh axis splits the batch.*Fix: zero_axes='data', or split the bat"
   with pytest.raises(nxp.errors.PlanError, match=text):
     nxp.plan(init, nxp.abstract_mesh(data=4, tensor=2), rules, optimizer=optax.adam(1e-2), zero=1)
 
 
-class Twice(nnx.Module):
-  """Two kernels of one shape, the path of one ending as the other's, on different axes."""
-
+class Twice(nnx.Module):  # Two kernels of one shape, the path of one ending as the other's, on different axes
   def __init__(self, rngs):
     names = {"out_sharding": (None, "tensor")}
     self.inner = nnx.Linear(16, 16, use_bias=False, rngs=rngs, kernel_metadata=names)

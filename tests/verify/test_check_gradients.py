@@ -24,9 +24,7 @@ def same(x: jax.Array) -> jax.Array:
   return x
 
 
-class Block(nnx.Module):
-  """A norm and a gated pair of layers, with something between them."""
-
+class Block(nnx.Module):  # A norm and a gated pair of layers, with something between them
   def __init__(self, scale: Any, middle: Callable[[jax.Array], jax.Array] = same):
     rngs = nnx.Rngs(0)
     self.norm = nnx.RMSNorm(16, rngs=rngs, scale_metadata={"out_sharding": (scale,)})
@@ -39,8 +37,7 @@ class Block(nnx.Module):
     return self.down(nnx.gelu(self.middle(self.up(self.norm(x)))))
 
 
-def loss_fn(model: Any, x: jax.Array) -> jax.Array:
-  return (model(x) ** 2).mean()
+loss_fn = lambda model, x: (model(x) ** 2).mean()
 
 
 def trained(init: Callable[[], nnx.Module], tx: Any = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -103,10 +100,7 @@ def test_grouped_convolution_in_a_jit_of_ones_own_is_found():
 
 def in_reverse(change: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
   """The identity, whose reverse rule does something else; forward mode can pass it."""
-
-  def identity(x: jax.Array) -> jax.Array:
-    return jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: change(g), (), x)
-
+  identity = lambda x: jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: change(g), (), x)
   return identity
 
 
@@ -161,9 +155,7 @@ def test_steps_own_way_is_checked():
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatches": 2, "gradients": "scattered"}])
 def test_step_with_options_is_checked(options: dict[str, Any]):
-  class Net(Block):
-    """With dropout and a layer to recompute: each microbatch draws numbers of its own."""
-
+  class Net(Block):  # With dropout and a layer to recompute: each microbatch draws numbers of its own
     def __init__(self):
       super().__init__(None, in_reverse(double))
       self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))

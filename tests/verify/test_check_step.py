@@ -92,8 +92,7 @@ def doubled_on_four(model, x):
   return (y.astype(jnp.float32) ** 2).mean()
 
 
-def loss_of_square(model, x):
-  return (model(x).astype(jnp.float32) ** 2).mean()
+loss_of_square = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()
 
 
 @pytest.mark.slow
@@ -154,10 +153,7 @@ def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):
 
   def update(updates, state, params=None):
     on = jax.sharding.get_abstract_mesh().size == 8
-
-    def changed(path: tuple[jax.tree_util.KeyEntry, ...], u: jax.Array) -> jax.Array:
-      return u * (factor if on and part in jax.tree_util.keystr(path) else 1)
-
+    changed = lambda path, u: u * (factor if on and part in jax.tree_util.keystr(path) else 1)
     return jax.tree.map_with_path(changed, updates), state
 
   class Small(nnx.Module):

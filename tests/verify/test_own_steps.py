@@ -17,9 +17,7 @@ from training import placed
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", norm="tensor")
 
 
-class Scaled(nnx.Module):
-  """A norm whose scale is over another axis than the dim of the kernel behind it."""
-
+class Scaled(nnx.Module):  # A norm whose scale is over another axis than the dim of the kernel behind it
   def __init__(self, rngs: nnx.Rngs):
     self.norm = nnx.RMSNorm(64, scale_metadata={"out_sharding": ("norm",)}, rngs=rngs)
     self.up = nnx.Linear(64, 128, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
@@ -28,9 +26,7 @@ class Scaled(nnx.Module):
     return self.up(self.norm(x))
 
 
-class Images(nnx.Module):
-  """The discriminator of a DCGAN behind a linear layer, without names."""
-
+class Images(nnx.Module):  # The discriminator of a DCGAN behind a linear layer, without names
   def __init__(self, rngs: nnx.Rngs):
     self.lin, self.out = nnx.Linear(8, 768, rngs=rngs), nnx.Linear(256, 1, rngs=rngs)
     self.c1 = nnx.Conv(3, 8, (4, 4), strides=2, rngs=rngs)
@@ -42,9 +38,7 @@ class Images(nnx.Module):
     return self.out(x.reshape(len(x), -1))
 
 
-class Grouped(nnx.Module):
-  """A convolution of each channel."""
-
+class Grouped(nnx.Module):  # A convolution of each channel
   def __init__(self, rngs: nnx.Rngs):
     self.conv = nnx.Conv(8, 8, (3,), feature_group_count=8, rngs=rngs)
 
@@ -52,8 +46,7 @@ class Grouped(nnx.Module):
     return self.conv(x)
 
 
-def squares(model: Any, x: jax.Array) -> jax.Array:
-  return (jnp.sin(model(x)) ** 2).mean()
+squares = lambda model, x: (jnp.sin(model(x)) ** 2).mean()
 
 
 def gradients(plan: nxp.Plan, x: Any, loss: Any) -> dict[str, Any]:
@@ -74,16 +67,10 @@ def gradients(plan: nxp.Plan, x: Any, loss: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.auto_axes("layers of Flax compute on Auto axes only")
-@pytest.mark.parametrize(
-  ("make", "shape", "rules"),
-  [
-    (Scaled, (32, 64), RULES),
-    (Images, (16, 8), nxp.fsdp(min_size=64)),
-    (Adapted, (16, 8), RULES),
-    (Mapped, (16, 16), RULES),
-    (Grouped, (8, 4, 8), RULES),
-  ],
-)
+@pytest.mark.parametrize(("make", "shape", "rules"), [
+  (Scaled, (32, 64), RULES), (Images, (16, 8), nxp.fsdp(min_size=64)), (Adapted, (16, 8), RULES),
+  (Mapped, (16, 16), RULES), (Grouped, (8, 4, 8), RULES),
+])  # fmt: skip
 def test_what_comes_out_wrong_is_named(make: Any, shape: Any, rules: Any) -> None:
   def plan_on(**sizes: int) -> nxp.Plan:
     return nxp.plan(lambda: make(nnx.Rngs(0)), nxp.make_mesh(**sizes), rules, optimizer=optax.sgd(1.0))

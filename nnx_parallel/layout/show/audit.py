@@ -88,15 +88,9 @@ class Audit(Shown, Sequence[Replicated]):
 
 def audit(plan: PlanTable, *, min_bytes: int = LARGE) -> Audit:
   """See `Plan.audit`."""
-  found = [
-    _replicated(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size
-  ]
-  findings = (
-    tuple(sorted(found, key=lambda finding: (-finding.wasted, -finding.leaf.bytes)))
-    if plan.mesh.size > 1
-    else ()
-  )
-  return Audit(findings, min_bytes)
+  large = [leaf for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size > 1]
+  found = sorted(map(_replicated, large), key=lambda finding: (-finding.wasted, -finding.leaf.bytes))
+  return Audit(tuple(found), min_bytes)
 
 
 def _replicated(leaf: LeafPlan) -> Replicated:
