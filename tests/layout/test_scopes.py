@@ -16,7 +16,7 @@ from nnx_parallel.layout.constrain import (
   default_scope,
   manual_too,
   mapped_axes,
-  rules_in_scope,
+  scope_in_use,
   scope_of,
   scoped,
   split_positions,
@@ -134,12 +134,12 @@ def test_the_caller_goes_before_a_plan_and_gets_its_mesh():
   mesh, own = mesh_of(), nxp.LogicalRules(batch="tensor")
   plan = scope(mesh, batch="data")
   with default_scope(plan):
-    assert rules_in_scope() == plan.rules
+    assert scope_in_use().rules == plan.rules
   with nxp.use_rules(own), default_scope(plan):
-    assert rules_in_scope() == own
+    assert scope_in_use().rules == own
     assert active_mesh().mesh.shape == mesh.shape
   with default_scope(None):
-    assert rules_in_scope() is None
+    assert scope_in_use() is None
   leaf = nnx.Param(jnp.ones((4, 4)), **{SCOPE: plan})
   with nxp.use_rules(own):
     found = active_mesh(leaf)
