@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -60,25 +61,30 @@ class Keys:
     self, of_constant: Callable[[jax.Array], Hashable] = id, *, rules: bool = False, shared: bool = True
   ):
     self._of_constant = of_constant  # the key of a constant that a program carries
-    self._rules = rules  # whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared too
+    self._rules = rules  # whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared now
     self._shared = shared  # whether equal inner programs get a number: only keys of one object compare
     # By the id of a program, with the program, so that its id stays.
     self._bodies: dict[tuple[int, bool], tuple[Program, Hashable]] = {}
     self._numbers: dict[Hashable, int] = {}
-    self._in_rule = False
 
   def params(self, params: dict[str, Any]) -> Hashable:
     """Those of the static parameters of an operation."""
     return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
 
   def _params(self, eqn: JaxprEqn) -> Hashable:
-    before = self._in_rule
     # A rule inside of these cannot be traced separately: it may use an axis of the mesh.
-    self._in_rule = before or eqn.primitive.name in ("shard_map", "pallas_call")
-    try:
+    if eqn.primitive.name not in ("shard_map", "pallas_call"):
       return self.params(eqn.params)
+    with self._without_rules():
+      return self.params(eqn.params)
+
+  @contextlib.contextmanager
+  def _without_rules(self) -> Generator[None]:
+    before, self._rules = self._rules, False
+    try:
+      yield
     finally:
-      self._in_rule = before
+      self._rules = before
 
   def context(self, context: Any) -> Hashable:
     """The key of the configuration that an operation was traced under."""
@@ -91,7 +97,7 @@ class Keys:
   def of(self, value: Any) -> Hashable:
     """The key of a program, or of another parameter."""
     if hasattr(open_jaxpr(value), "eqns"):  # a program, or a traced program
-      place = id(value), self._in_rule
+      place = id(value), self._rules
       if place not in self._bodies:  # jax traces equal calls once, so most bodies are the same object
         key = self._body(value)
         if self._shared:
@@ -119,7 +125,7 @@ class Keys:
     results = tuple(
       self.literal(value) if isinstance(value, core.Literal) else numbers[value] for value in jaxpr.outvars
     )
-    rules = tuple(self._rule(eqn) for eqn in jaxpr.eqns) if self._rules and not self._in_rule else ()
+    rules = tuple(self._rule(eqn) for eqn in jaxpr.eqns) if self._rules else ()
     return tuple(shapes), code, results, tuple(map(self._of_constant, constants(body))), rules
 
   def _rule(self, eqn: JaxprEqn) -> Hashable:
@@ -128,11 +134,8 @@ class Keys:
     mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
     if not (has_rule(eqn) or mapped):
       return None
-    self._in_rule = True  # the gradient of relu calls relu
-    try:
+    with self._without_rules():  # the gradient of relu calls relu
       return self.of(gradient_of(eqn))
-    finally:
-      self._in_rule = False
 
   def code(self, eqns: Iterable[JaxprEqn], numbers: dict[Var, int], inputs: list[Var]) -> Hashable:
     """A key of operations, with numbers in place of variables; `numbers` receives those of new variables.

@@ -184,10 +184,11 @@ def _merge(one: Scope, other: Scope) -> Scope:
   if one.stated != other.stated:
     first, second = (one, other) if one.stated else (other, one)
   else:
+    # Stated splits are the same. Of two that follow from rules, the one with more axes holds the other.
     first, second = (one, other) if len(batches[0]) >= len(batches[1]) else (other, one)
-    if (one.stated and batches[0] != batches[1]) or (
-      {*batches[0]} - {*batches[1]} and {*batches[1]} - {*batches[0]}
-    ):
+    more, less = sorted(map(set, batches), key=len, reverse=True)
+    are_apart = batches[0] != batches[1] if one.stated else not less <= more
+    if are_apart:
       raise _different("examples", "batch", batches, sizes)
   if one.inputs != other.inputs and one.inputs is not None and other.inputs is not None:
     raise _different("inputs", "batch", [one.inputs, other.inputs], sizes)

@@ -9,6 +9,7 @@ from nnx_parallel.errors import CheckpointError
 
 
 @pytest.mark.slow
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.lists(st.text(max_size=6), max_size=4, unique=True))
 def test_different_names_have_different_folders(names):
   assert len({file_name(name) for name in names}) == len(names)

@@ -16,6 +16,7 @@ from nnx_parallel.errors import CheckpointError
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(
   st.dictionaries(st.integers(0, 50), FLOATS),
   st.integers(1, 4),

@@ -134,7 +134,7 @@ def test_the_caller_goes_before_a_plan_and_gets_its_mesh():
   mesh, own = mesh_of(), nxp.LogicalRules(batch="tensor")
   plan = scope(mesh, batch="data")
   with default_scope(plan):
-    assert scope_in_use().rules == plan.rules
+    assert scope_in_use() == plan
   with nxp.use_rules(own), default_scope(plan):
     assert scope_in_use().rules == own
     assert active_mesh().mesh.shape == mesh.shape
