@@ -13,8 +13,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from layers.nets import Layer, Net, X, host_arrays, in_turn, loss, names, same, trace
-from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.jaxprs import equations, is_marked
 from nnx_parallel.layers.layers import LayerOptions
+from nnx_parallel.layers.mark import marked
 from nnx_parallel.layers.stacks import Stacks
 
 
@@ -260,6 +261,14 @@ def in_python(model, x):
 def test_slices_of_stacked_layers_that_python_calls_are_scanned():
   done = same(Stacked(in_python, kind=Block), remat="full")
   assert done.strip() == "blocks to blocks: one scan of 4; remat full"
+
+
+@pytest.mark.parametrize("stacks", [True, False])
+def test_slices_of_other_modules_are_marked_only_where_asked(stacks):
+  net = Stacked(in_python, kind=Block)
+  with marked(net, [], nxp.Remat("none"), stacks=stacks):
+    program = jax.make_jaxpr(net)(X)
+  assert any(map(is_marked, equations(program))) == stacks
 
 
 class Tall(nnx.Module):  # Layers in a list, or stacked

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_parallel.attention.find import opens_attention
+from nnx_parallel.attention import find
+from nnx_parallel.attention.find import by_blocks, opens_attention, queries_over
 from nnx_parallel.attention.softmaxes import NotByBlocks, Softmaxes, named_dims
 from nnx_parallel.core.interpret import inline_calls
-from nnx_parallel.core.jaxprs import open_jaxpr
+from nnx_parallel.core.jaxprs import MARK, open_jaxpr
 
 Q, K, V = (np.random.default_rng(n).normal(size=(5 + n, 4)).astype(np.float32) for n in (0, 1, 1))
 MASK = np.tri(5, 6, dtype=bool)
@@ -111,3 +112,27 @@ def test_dims_are_named_with_their_prime_factors():
   lengths, labels = named_dims((12, 1, 5))
   assert lengths == {0: 12, (0, 0): 2, (0, 1): 2, (0, 2): 3, 2: 5}
   assert labels == ((0, 0, 1), ((0, 0), 0, 1), ((0, 1), 0, 2), ((0, 2), 0, 4), (2, 2, 1))
+
+
+def line_of(function, *args):
+  return by_blocks(jax.make_jaxpr(function)(*args), 2)[1]
+
+
+def test_attention_is_found_in_branches_and_in_calls_of_layers():
+  branches = lambda p, *qkv: jax.lax.cond(p, attend(), attend(lambda w: w * 0.5), *qkv)
+  assert line_of(branches, True, Q, K, V).endswith(": 2 found")
+  layer = attend()
+  layer.__name__ = f"{MARK}Layer:layers.0"
+  marked = jax.jit(layer)
+  twice = lambda q, k, v: marked(marked(q, k, v), k, v)
+  assert line_of(twice, Q, K, V).endswith(": 2 found")
+
+
+def test_the_axis_of_the_positions_ends_with_its_body():
+  with queries_over("seq"), queries_over(None):
+    assert find._AXIS.get() is None
+  assert find._AXIS.get() is None
+  with queries_over("seq"):
+    with queries_over("other"):
+      pass
+    assert find._AXIS.get() == "seq"
