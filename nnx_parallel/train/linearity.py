@@ -193,7 +193,8 @@ class _Pair:
     """A custom derivative must follow from the parts too: it may look at the cotangents of all examples."""
     try:
       one, two = map(_derivative, (eqn, other))
-    except jax.errors.UnexpectedTracerError:  # it closes over an array of a trace that has ended
+    except (jax.errors.UnexpectedTracerError, NameError):
+      # It closes over an array of a trace that has ended, or names an axis of a `shard_map` around it.
       raise _Mixed from None
     outs = zip(results, eqn.outvars, strict=True)
     cotangents = [_dual(fact) for fact, var in outs if is_inexact(var.aval)]

@@ -75,6 +75,19 @@ def sent(p, b):
   return turned.mean() + (total**2).mean()
 
 
+def summed_by_rule(p, b):
+  """A sum over devices with a rule of its own, whose axis only the `shard_map` around it knows."""
+  mesh, own = nxp.make_mesh(tensor=4, devices=jax.devices()[:4], explicit=False), jax.P(None, None, "tensor")
+
+  @jax.custom_vjp
+  def total(x):
+    return jax.lax.psum(x, "tensor")
+
+  total.defvjp(lambda x: (total(x), None), lambda _, g: (g,))
+  options = {"in_specs": own, "out_specs": jax.P(), "check_vma": False}
+  return (jax.shard_map(total, mesh=mesh, **options)(features(p, b)) ** 2).mean()
+
+
 def held(p, b):
   """A layout for the features, which is not what they are."""
   where = jax.NamedSharding(nxp.make_mesh(data=2, devices=jax.devices()[:2], explicit=False), jax.P("data"))
@@ -174,6 +187,12 @@ def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
   _, found = read(loss, how)
   assert found.startswith(f"the loss is no {how} over its examples: ")
   assert re.search(message, found)
+
+
+def test_a_rule_inside_a_shard_map_is_not_followed_and_says_so():
+  """Its derivative cannot be traced without the `shard_map`: it was a NameError of jax."""
+  _, found = read(summed_by_rule, "mean")
+  assert re.search(r"the loss is no mean over its examples: .*(custom_vjp_call|call_hi_primitive)", found)
 
 
 UNARY = {
