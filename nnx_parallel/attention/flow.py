@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, without
-from nnx_parallel.core.dims import PRODUCTS, dim_map, same_majors
 from nnx_parallel.core.interpret import DEFAULT, Facts, wiring
 from nnx_parallel.core.types import AnyArray, JaxprEqn
+from nnx_parallel.infer.dims import PRODUCTS, dim_map, same_majors
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]

@@ -20,9 +20,9 @@ import numpy as np
 from jax.extend import core
 
 from nnx_parallel.attention.tiling import DimName, Labels, Node, Untiled, pull
-from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import is_inexact, makers
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
+from nnx_parallel.infer.dims import ELEMENTWISE
 
 HIDDEN = -1e4
 """A score whose exponential is 0 relative to visible scores."""

@@ -18,9 +18,9 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.dims import IDENTITIES, MATRIX, PRODUCTS, SCATTERS, DimMap, dim_map, moved
 from nnx_parallel.core.jaxprs import bind, makers, struct
 from nnx_parallel.core.types import Aval, Jaxpr, JaxprEqn, Var
+from nnx_parallel.infer.dims import IDENTITIES, MATRIX, PRODUCTS, SCATTERS, DimMap, dim_map, moved
 
 DimName: TypeAlias = Any
 """The name of a dim that is cut into blocks: any key of a dict."""

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from nnx_parallel.core.dims import PRODUCTS, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
 from nnx_parallel.core.jaxprs import open_jaxpr
 from nnx_parallel.core.types import AnyArray, JaxprEqn, Program, Value
+from nnx_parallel.infer.dims import PRODUCTS, dim_map
 
 Dims = tuple[int, ...]
 """A node for each dim of an array; linked nodes are in one class."""

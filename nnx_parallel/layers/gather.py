@@ -47,13 +47,13 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, entry_of, without
-from nnx_parallel.core.dims import MOVES, PRODUCTS, DimMap, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, facts_after, is_walked, wiring
 from nnx_parallel.core.jaxprs import HELD, bind, by_trace, has_rule, place_of
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
+from nnx_parallel.infer.dims import MOVES, PRODUCTS, DimMap, dim_map
 from nnx_parallel.layout.constrain import manual_too
 
 Dims = tuple[tuple[str, ...], ...]

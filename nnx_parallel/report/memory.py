@@ -30,7 +30,6 @@ from nnx_parallel.attention.flow import (
 )
 from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.checked import check_arguments, check_arrays
-from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
 from nnx_parallel.core.interpret import Facts, facts_of, is_literal
 from nnx_parallel.core.jaxprs import CALLS, inner_equations, nbytes, open_jaxpr, program_of
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
@@ -38,6 +37,7 @@ from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Leaf, LossFn, Program, PyTree, Var
 from nnx_parallel.errors import ReportError
+from nnx_parallel.infer.dims import ELEMENTWISE, PRODUCTS
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_layers, with_stages
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.remat import Policy

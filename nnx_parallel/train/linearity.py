@@ -33,7 +33,6 @@ import jax
 import numpy as np
 
 from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map
 from nnx_parallel.core.interpret import NO_FACTS, Inner, is_literal, through, wiring
 from nnx_parallel.core.jaxprs import (
   bind,
@@ -47,6 +46,7 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.types import JaxprEqn, Program, PyTree, Value, Var
+from nnx_parallel.infer.dims import IDENTITIES, MOVES, DimMap, dim_map
 from nnx_parallel.train.draws import DRAWS, Draws
 
 # Between devices: on each device the result is a sum, or a value of another device.

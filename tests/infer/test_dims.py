@@ -10,9 +10,9 @@ from jax import lax
 from jax.extend.core import primitives
 
 from nnx_parallel.attention.tiling import Grid, Tiles, Untiled
-from nnx_parallel.core import dims
-from nnx_parallel.core.dims import dim_map, moved
 from nnx_parallel.core.jaxprs import bind as _bind
+from nnx_parallel.infer import dims
+from nnx_parallel.infer.dims import dim_map, moved
 
 
 def bind(eqn, inputs):
