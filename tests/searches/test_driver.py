@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_a_share_of_the_tests_that_is_none_is_refused(text):
 
 
 def test_shares_have_each_file_once():
-  items = [types.SimpleNamespace(path=n % 7) for n in range(60)]
+  items = [mock.Mock(path=n % 7) for n in range(60)]
   shares = [conftest.share(items, conftest.read_part(f"{k}/4")) for k in (1, 2, 3, 4)]
   assert sorted(path for share in shares for path in {item.path for item in share}) == [*range(7)]
   assert sum(map(len, shares)) == 60
