@@ -331,7 +331,7 @@ def losses(lines):
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "failure", "again"), [
   ("kill", "process 1 failed first: killed by SIGKILL", 5), ("coordinator", "failed first", 5),
-  ("stop", "that does: no step for 4 s; last steps", 5), ("disk", "File too large", 1),
+  ("stop", "hangs: no step for 4 s; last steps", 5), ("disk", "File too large", 1),
   ("corrupt", "step 4 was passed over", 3), ("slow", "", 1),
 ])  # fmt: skip
 def test_a_disturbed_run_ends_with_the_losses_of_an_undisturbed_one(tmp_path, script, way, failure, again):
