@@ -262,7 +262,7 @@ def fault(step):
   if step != 6 or not me:
     return
   if way == "corrupt":
-    for file in pathlib.Path(folder, "4/model").rglob("c/*"):
+    for file in pathlib.Path(folder, "4/model").rglob("d/*"):
       if file.is_file():
         file.write_bytes(bytes(file.stat().st_size))
     for file in pathlib.Path(folder, "2").rglob("*"):
