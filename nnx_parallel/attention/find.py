@@ -159,6 +159,7 @@ def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple
   softmaxes = Softmaxes(body)
   eqns: dict[int, JaxprEqn] = {}
   matches: list[Softmax] = []
+  identities: dict[int, Hashable] = {}
   here = Found()
   for eqn in body.eqns:
     if eqn.primitive.name == "exp":
@@ -179,10 +180,13 @@ def rewrite(jaxpr: Program, way: Way, found: Found, layers: dict[Hashable, tuple
             eqns[id(product)] = new
             matches.append(match)
     elif is_marked(eqn):
-      layer = identity(program_of(eqn))
+      program = program_of(eqn)
+      if id(program) not in identities:  # equal layers may be one program already
+        identities[id(program)] = identity(program)
+      layer = identities[id(program)]
       if layer not in layers:
         inside = Found()
-        layers[layer] = rewrite(program_of(eqn), way, inside, layers), inside
+        layers[layer] = rewrite(program, way, inside, layers), inside
       here.add(layers[layer][1])
       eqns[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": layers[layer][0]})
     elif eqn.primitive.name in _INNER or is_checkpoint(eqn):

@@ -372,11 +372,8 @@ class TileAttention:
     Arrays are sent on before they are used, so that the next arrays arrive meanwhile. `hop` is an int at the
     first and the last visit.
     """
-    pairs, last, send = (
-      enumerate(zip(given, self.inputs, strict=True)),
-      len(self._visits) - 1,
-      self.share.sent,
-    )
+    last, send = len(self._visits) - 1, self.share.sent
+    pairs = enumerate(zip(given, self.inputs, strict=True))
     moving = {n: x for n, (x, own) in pairs if self.share.moves(own)}
     following = send(moving) if last else moving
     state = visit(0, moving, state)

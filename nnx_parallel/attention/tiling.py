@@ -103,18 +103,23 @@ class Grid:
 
   def shape(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
     """The shape of a tile of an array."""
-    found = list(shape)
-    for name, dim, _ in labels:
-      if name in self.blocks:
-        found[dim] = found[dim] // self.lengths[name] * self.blocks[name]
-    return tuple(found)
+    return self._resize(shape, labels, self.lengths, self.blocks)
 
   def untile(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
     """The shape of an array, given the shape of a tile."""
+    return self._resize(shape, labels, self.blocks, self.lengths)
+
+  def _resize(
+    self,
+    shape: Sequence[int],
+    labels: Labels,
+    before: Mapping[DimName, int],
+    after: Mapping[DimName, int],
+  ) -> tuple[int, ...]:
     found = list(shape)
     for name, dim, _ in labels:
       if name in self.blocks:
-        found[dim] = found[dim] // self.blocks[name] * self.lengths[name]
+        found[dim] = found[dim] // before[name] * after[name]
     return tuple(found)
 
   def take(self, x: jax.Array, labels: Labels, places: BlockNumbers) -> jax.Array:

@@ -122,7 +122,7 @@ class Generator:
     batch, width = prompts.shape
     each = f"one for each of {batch} prompts"
     of_rows = [
-      None if x is None else _integers(f"{name} are", np.asarray(x), (batch,), each)
+      None if x is None else _integers(name, np.asarray(x), (batch,), each)
       for name, x in (("lengths", lengths), ("requests", requests))
     ]
     for length in [] if of_rows[0] is None else of_rows[0].tolist():
@@ -131,9 +131,7 @@ class Generator:
           f"a prompt has length {length}, and prompts have 1 to {width} tokens.",
           fix="start an empty prompt with the token that begins a text.",
         )
-    ahead = (
-      None if prefix is None else _integers("the prefix is", np.asarray(prefix), (None,), "integers (n,)")
-    )
+    ahead = None if prefix is None else _integers("prefix", np.asarray(prefix), (None,), "integers (n,)")
     if key is None and self.options.sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
     if key is not None and not (isinstance(key, jax.Array) and is_random_key(key)):
@@ -289,17 +287,18 @@ def generator(
 
 def _check_prompts(prompts: AnyArray) -> AnyArray:
   """Prompts, abstract or not, as int32."""
-  return _integers("prompts are", prompts, (None, None), "integers (batch, width), the shorter padded")
+  return _integers("prompts", prompts, (None, None), "integers (batch, width), the shorter padded")
 
 
-def _integers(said: str, x: AnyArray, shape: tuple[int | None, ...], wanted: str) -> AnyArray:
+def _integers(name: str, x: AnyArray, shape: tuple[int | None, ...], wanted: str) -> AnyArray:
   """An array of a shape, of which None is any length but 0, as int32; what is abstract stays as it is."""
-  x, name = x if hasattr(x, "dtype") else np.asarray(x), said.split()[-2]
+  x = x if hasattr(x, "dtype") else np.asarray(x)
   fits = len(x.shape) == len(shape) and all(
     n if m is None else n == m for n, m in zip(x.shape, shape, strict=True)
   )
   if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
     known = ", ".join("n" if n is None else str(n) for n in shape)
+    said = "the prefix is" if name == "prefix" else f"{name} are"
     raise DecodeError(
       f"{said} {x.dtype} of shape {x.shape}, not {wanted}.",
       fix=f"{name}=np.array([...]), integers of shape ({known}).",
