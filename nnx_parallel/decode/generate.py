@@ -120,18 +120,20 @@ class Generator:
     """The program, and its arguments."""
     prompts = _check_prompts(prompts)
     batch, width = prompts.shape
-    each = f"one for each of {batch} prompts"
-    of_rows = [
-      None if x is None else _integers(name, np.asarray(x), (batch,), each)
-      for name, x in (("lengths", lengths), ("requests", requests))
-    ]
+    one_each, of_rows = f"one integer for each of {batch} prompts", list[AnyArray | None]()
+    for name, x in (("lengths", lengths), ("requests", requests)):
+      fix = f"{name}=np.array([...]) of shape ({batch},)."
+      of_rows.append(None if x is None else _integers(name, np.asarray(x), (batch,), one_each, fix))
     for length in [] if of_rows[0] is None else of_rows[0].tolist():
       if not 1 <= length <= width:
         raise DecodeError(
           f"a prompt has length {length}, and prompts have 1 to {width} tokens.",
           fix="start an empty prompt with the token that begins a text.",
         )
-    ahead = None if prefix is None else _integers("prefix", np.asarray(prefix), (None,), "integers (n,)")
+    ahead = None
+    if prefix is not None:
+      fix = "pass the tokens that come before all prompts, such as prefix=np.array([...])."
+      ahead = _integers("the prefix", np.asarray(prefix), (None,), "integers (n,)", fix)
     if key is None and self.options.sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
     if key is not None and not (isinstance(key, jax.Array) and is_random_key(key)):
@@ -287,22 +289,19 @@ def generator(
 
 def _check_prompts(prompts: AnyArray) -> AnyArray:
   """Prompts, abstract or not, as int32."""
-  return _integers("prompts", prompts, (None, None), "integers (batch, width), the shorter padded")
+  fix = "pad shorter prompts and give lengths=."
+  return _integers("prompts", prompts, (None, None), "integers (batch, width)", fix)
 
 
-def _integers(name: str, x: AnyArray, shape: tuple[int | None, ...], wanted: str) -> AnyArray:
+def _integers(name: str, x: AnyArray, shape: tuple[int | None, ...], wanted: str, fix: str) -> AnyArray:
   """An array of a shape, of which None is any length but 0, as int32; what is abstract stays as it is."""
   x = x if hasattr(x, "dtype") else np.asarray(x)
   fits = len(x.shape) == len(shape) and all(
     n if m is None else n == m for n, m in zip(x.shape, shape, strict=True)
   )
   if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
-    known = ", ".join("n" if n is None else str(n) for n in shape)
-    said = "the prefix is" if name == "prefix" else f"{name} are"
-    raise DecodeError(
-      f"{said} {x.dtype} of shape {x.shape}, not {wanted}.",
-      fix=f"{name}=np.array([...]), integers of shape ({known}).",
-    )
+    verb = "is" if name == "the prefix" else "are"
+    raise DecodeError(f"{name} {verb} {x.dtype} of shape {x.shape}, not {wanted}.", fix=fix)
   if isinstance(x, jax.ShapeDtypeStruct):
     return x
   limits = np.iinfo(np.int32)
