@@ -10,6 +10,7 @@ import numbers
 import os
 import re
 import reprlib
+import sys
 import types
 import typing
 import warnings
@@ -312,10 +313,11 @@ def _refusal(
 ) -> NnxParallelError:
   name, annotation = parameter.name, parameter.annotation
   said = f"{annotation if isinstance(annotation, str) else getattr(annotation, '__name__', annotation)}"
-  names = getattr(inspect.unwrap(function), "__globals__", {})
+  names = vars(sys.modules[function.__module__])
   for part in said.split(" | "):
     if typing.get_origin(names.get(part)) is Literal:  # a name for some texts: these
       said = said.replace(part, " or ".join(map(repr, typing.get_args(names[part]))))
+  said = re.sub(r"Literal\[([^]]*)\]", lambda texts: texts[1].replace(", ", " or "), said)
   bounds = f"{limit[0]} to {limit[-1]}" if isinstance(limit, range) else f"at least {limit}"
   said += "" if limit is None else f", {bounds}"
   plain = value is None or isinstance(value, bool | int | float)

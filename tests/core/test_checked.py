@@ -53,3 +53,14 @@ def test_a_traceback_may_be_as_deep_as_python_allows():
     nxp.plan(lambda: deep(600), nxp.make_mesh(data=8))
   names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.tb)]
   assert names.count("deep") == 601
+
+
+@pytest.mark.parametrize(("call", "said"), [
+  (lambda: nxp.Pipeline("stage", order="zb"), "order: 'gpipe' or '1f1b' | None"),  # a name, of a dataclass
+  (lambda: nxp.generator(max_new_tokens=1, padding="top"), "padding: 'right' or 'left'"),  # Literal itself
+  (lambda: nxp.train_step(_loss, gradients="all"), "gradients: 'like_parameters' or 'scattered' | None"),
+])  # fmt: skip
+def test_a_refused_word_is_told_the_words_that_are_taken(call, said):
+  with pytest.raises(NnxParallelError) as caught:
+    call()
+  assert f"\n  {said}\n" in str(caught.value)
