@@ -14,7 +14,6 @@ import weakref
 import absl.logging
 import flax
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,10 +30,6 @@ from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint import array_io
-from nnx_parallel.core.jaxprs import is_batched
-from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.compiler import run_compiler
-from nnx_parallel.report.topology import missing_compiler, read_machine
 from training import run_steps
 
 OLD = jax.__version_info__ < (0, 12)
@@ -42,10 +37,6 @@ OLD = jax.__version_info__ < (0, 12)
 
 def equations(function, *args):
   return {eqn.primitive.name: eqn for eqn in jax.make_jaxpr(function)(*args).eqns}
-
-
-def inner_program(eqn):
-  return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
 
 
 X = np.ones((4, 4), np.float32)
@@ -136,94 +127,6 @@ def test_the_context_of_an_equation_has_the_known_fields():
     assert eqn.primitive.bind(X, **eqn.primitive.get_bind_params(eqn.params)) is not None
 
 
-def plus_one(custom):
-  function = custom(lambda x: x + 1)
-  if custom is jax.custom_jvp:
-    function.defjvp(lambda primals, tangents: (primals[0] + 1, tangents[0]))
-  else:
-    function.defvjp(lambda x: (x + 1, None), lambda _, g: (g,))
-  return function
-
-
-@pytest.mark.parametrize(("name", "function"), [
-  ("jit", jax.jit(jnp.sin)), ("remat2", jax.checkpoint(jnp.sin)),
-  ("custom_jvp_call", plus_one(jax.custom_jvp)), ("custom_vjp_call", plus_one(jax.custom_vjp)),
-])  # fmt: skip
-def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`core/jaxprs.py`, `infer/classes.py`, `create/slices.py` and `layers/layers.py` look into calls.
-
-  `verify/subject.py` knows custom rules by this name, and names their functions to the user.
-  """
-  eqn = equations(function, X)[name]
-  program = inner_program(eqn)
-  program = getattr(program, "jaxpr", program)
-  assert len(program.invars) == len(eqn.invars)
-  assert program.debug_info.func_name in ("sin", "<lambda>")
-
-
-def test_loops_and_conditionals_hold_their_programs_under_known_names():
-  """`core/jaxprs.py`, `report/memory.py`, `train/gradients.py`."""
-  scan = equations(lambda x: jax.lax.scan(lambda c, r: (c + r, c), x[0], x), X)["scan"]
-  assert {"jaxpr", "length"} <= set(scan.params)
-  loop = equations(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + 1, x), X)["while"]
-  assert {"body_jaxpr", "cond_jaxpr", "cond_nconsts", "body_nconsts"} <= set(loop.params)
-  branch = equations(lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), X)["cond"]
-  assert len(branch.params["branches"]) == 2
-
-
-def test_a_value_says_whether_vmap_hides_a_dim():
-  """`core/jaxprs.py`, for `layers/mark.py`: a slice by `jax.vmap` is no layer, a slice by a scan is one."""
-  seen = []
-  jax.vmap(lambda x: seen.append(is_batched(x)))(X)
-  jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, row: (c, seen.append(is_batched(row))), 0, x))(X)
-  jax.grad(lambda x: seen.append(is_batched(x)) or x)(1.0)
-  assert seen == [True, False, False]
-
-
-@pytest.mark.skipif(
-  getattr(jax.config, "jax_custom_vjp3", False) or getattr(jax.config, "jax_custom_jvp3", False),
-  reason="the operation is another one",
-)
-def test_custom_derivatives_are_the_known_parameters():
-  """`create/slices.py` leaves them out when it compares programs: each trace has others."""
-  found = equations(plus_one(jax.custom_vjp), X)["custom_vjp_call"].params
-  assert {"fwd_jaxpr_thunk", "bwd"} <= set(found)
-  assert "jvp_jaxpr_fun" in equations(plus_one(jax.custom_jvp), X)["custom_jvp_call"].params
-
-
-def test_jaxprs_are_run_and_hold_literals_and_arrays_of_one_kind():
-  """`core/interpret.py` runs a trace operation by operation."""
-  closed = jax.make_jaxpr(lambda x: x + 1)(X)
-  (eqn,) = closed.jaxpr.eqns
-  literal = next(v for v in eqn.invars if isinstance(v, jex.Literal))
-  assert literal.val == 1
-  assert all(isinstance(v.aval, jax.core.ShapedArray) for v in (*closed.jaxpr.invars, *eqn.outvars))
-  again = jex.ClosedJaxpr(closed.jaxpr, closed.consts)
-  np.testing.assert_array_equal(jex.jaxpr_as_fun(again)(X)[0], X + 1)
-
-
-@pytest.mark.parametrize(
-  ("name", "known", "function"),
-  [
-    ("dot_general", {"dimension_numbers", "precision"}, lambda x: x @ x),
-    ("ragged_dot_general", {"ragged_dot_dimension_numbers"},
-     lambda x: jax.lax.ragged_dot(x, x[None], np.array([4]))),
-    ("gather", {"dimension_numbers", "slice_sizes"}, lambda x: x[np.array([1, 2])]),
-    ("scatter-add", {"dimension_numbers"}, lambda x: x.at[np.array([1, 2])].add(x[:2])),
-    ("broadcast_in_dim", {"shape", "broadcast_dimensions"},
-     lambda x: jax.lax.broadcast_in_dim(x, (2, 4, 4), (1, 2))),
-    ("reduce_sum", {"axes"}, lambda x: x.sum(0)),
-    ("squeeze", {"dimensions"}, lambda x: jax.lax.squeeze(x[:1], (0,))),
-    ("transpose", {"permutation"}, lambda x: x.T),
-    ("sharding_constraint", {"sharding"},
-     lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(nxp.make_mesh(x=8), P()))),
-  ],
-)  # fmt: skip
-def test_operations_name_their_dims_under_known_parameters(name, known, function):
-  """`attention/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
-  assert known <= set(equations(function, X)[name].params)
-
-
 @pytest.mark.skipif(not OLD, reason="newer versions refuse by themselves")
 def test_old_tracers_have_a_sharding_that_can_be_replaced():
   """`layout/tracing.py` (`_quick_errors`): goes with jax 0.10."""
@@ -241,62 +144,11 @@ def test_numpy_memory_that_is_not_aligned_is_copied():
     assert made.unsafe_buffer_pointer() != block.ctypes.data
 
 
-TABLE = np.random.default_rng(0).uniform(size=(1, 1000)).astype(np.float32)
-
-
-@pytest.fixture(scope="module", params=["cpu:8", "tpu:v5e:2x4"])
-def dumped(request):
-  """What a compiler writes about a program that it splits over eight devices."""
-  missing = missing_compiler(read_machine(request.param))
-  if missing and not request.param.startswith("cpu"):
-    pytest.skip(str(missing))
-  mesh = nxp.report.topology_mesh(request.param, data=8)
-  whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-  array = jax.ShapeDtypeStruct((8, 1000), jnp.float32, sharding=split)
-  step = jax.jit(lambda x, y: ((TABLE * y).sum(0), x + y), donate_argnums=1, out_shardings=(whole, split))
-  lowered = step.lower(array, array)
-  return lowered, run_compiler(lowered)
-
-
-def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
-  """`report/program/compiler.py` (`_DUMPS`): names of passes. `replicated.py` compares the dims."""
-  whole, split = (hlo.parse(text).entry for text in (dumped[1].before, dumped[1].partitioned))
-  for entry, dims in ((whole, (8, 1000)), (split, (1, 1000))):
-    assert [i.shapes[0].dims for i in entry.instructions if i.opcode == "parameter"] == [dims] * 2
-  assert any(i.opcode == "all-reduce" for i in split.instructions)
-
-
-def test_a_compiler_tells_its_memory(dumped):
-  """`compiler.py` and `peak.py` of `report/program`: `memory_analysis`, and a list of what is alive when."""
-  _, done = dumped
-  sizes = [round(size, -3) for size in (done.memory.arguments, done.memory.aliased)]
-  assert sizes == [8000, 4000]  # padded on TPU
-  assert "live ranges" in done.live.lower()
-
-
-def test_a_donated_argument_is_written_on_the_first_line(dumped):
-  """`report/compile_report.py` names a result by the argument whose memory it takes."""
-  lowered, done = dumped
-  assert hlo.parse(done.before).aliases == ((1, 1),)
-  paths = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
-  assert [jax.tree_util.keystr(path) for path, _ in paths] == ["[0]", "[1]"]
-
-
 def test_what_a_compiler_refuses_is_a_runtime_error_of_jax():
   """`report/program/compiler.py` restates it."""
   lowered = jax.jit(jnp.sin).lower(X)
   with pytest.raises(jax.errors.JaxRuntimeError):
     lowered.compile(compiler_options={"xla_no_such_option": 1})
-
-
-def test_only_the_list_and_the_variable_hold_an_array():
-  """`train/donation.py` (`_ALONE`): an array with one more reference is somebody's, and is not donated."""
-  variables = [nnx.Param(jnp.ones(3))]
-  (mine,) = [sys.getrefcount(array) for v in variables for array in [v.get_raw_value()]]
-  held = variables[0].get_value()
-  (shared,) = [sys.getrefcount(array) for v in variables for array in [v.get_raw_value()]]
-  assert shared == mine + 1
-  assert held is not None
 
 
 def test_flax_resolves_names_by_the_rules_of_their_variable():
@@ -328,15 +180,6 @@ def test_a_struct_in_a_tuple_is_an_array_of_the_module_only_where_it_is_marked_a
   struct = jax.ShapeDtypeStruct((2,), jnp.float32)
   module = nnx.Dict(plain=nnx.data((struct,)), marked=nnx.data((graphlib.DataElem(struct),)))
   assert dict(nnx.to_flat_state(nnx.state(module))) == {("marked", 0): struct}
-
-
-def test_errors_of_explicit_axes_have_a_known_name():
-  """`train/loss_call.py` restates them; the class is not public."""
-  mesh = nxp.make_mesh(x=8, explicit=True)
-  split = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P("x", None)))
-  with pytest.raises(Exception, match="shard") as info:
-    jax.jit(lambda a: a @ a.T + a @ a)(split)
-  assert type(info.value).__name__ == "ShardingTypeError"
 
 
 def test_auto_axes_refuse_the_shardings_of_explicit_ones():
@@ -376,21 +219,6 @@ def test_types_of_partial_sums_do_not_replace_the_analysis_of_a_loss():
     jax.jit(lambda x: 0.5 * x)(summed)
 
 
-def test_orbax_takes_its_codecs_from_one_function(tmp_path):
-  """`checkpoint/array_io.py` (`_let_orbax_write_checksums`) wraps it: Orbax has no option for codecs."""
-  from orbax.checkpoint._src.serialization import tensorstore_utils
-
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, {"w": jnp.ones((8, 8)), "n": np.ones(3)})
-  assert "with_checksums" in tensorstore_utils.build_array_write_spec.__qualname__
-  folder = tmp_path / "1" / "model"
-  assert (folder / "manifest.ocdbt").exists()
-  for name in ("w", "n"):
-    spec = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
-    store = ts.open({"driver": "zarr3", "kvstore": spec}).result()
-    assert [codec["name"] for codec in store.spec().to_json()["metadata"]["codecs"]] == ["bytes", "crc32c"]
-
-
 def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):
   """`checkpoint/array_io.py` (`_result`) reads it: the clean-up after a failure waits for other processes."""
   response = ocp.save_checkpointables_async(tmp_path / "run", {"model": {"w": jnp.ones(4)}})
@@ -404,76 +232,6 @@ def test_optax_skips_only_updates_of_the_dtype_of_their_gradients():
   tx = optax.apply_if_finite(optax.adam(1e-3, mu_dtype=jnp.float32), 5)
   with pytest.raises(TypeError, match="cond branches must have equal output types"):
     tx.update(params, tx.init(params), params)
-
-
-def test_a_mesh_is_set_outside_of_traces_only_and_used_abstractly_inside():
-  """`layout/constrain.py` makes a plan's mesh the active one, in traces by its axes alone."""
-  mesh = nxp.make_mesh(data=8)
-
-  def run(x):
-    with pytest.raises(ValueError, match="outside"):
-      jax.set_mesh(mesh)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jax.lax.with_sharding_constraint(x * 2, P("data"))
-
-  x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P()))
-  assert jax.jit(run)(x).sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-
-
-def test_a_mesh_is_set_by_the_call_of_set_mesh_and_cleared_by_none():
-  """`core/mesh.py` (`use_mesh`) sets it where a block is entered; errors tell users to call it with None."""
-  mesh = nxp.make_mesh(data=8)
-  before = jax.set_mesh(mesh)
-  try:
-    assert jax.sharding.get_mesh() == mesh
-    jax.set_mesh(None)
-    assert jax.sharding.get_mesh().empty
-    assert jax.sharding.get_abstract_mesh().empty
-  finally:
-    before.__exit__(None, None, None)
-
-
-def test_flax_copies_metadata_to_optimizer_state():
-  """`layout/decide.py` finds `optimizer_sharding` as the state's own `out_sharding`."""
-  names = {"out_sharding": (None, "mlp"), "optimizer_sharding": ("embed", "mlp")}
-  with nnx.use_eager_sharding(False):
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0), kernel_metadata=names)
-    state = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param).opt_state[0].mu["kernel"]
-  assert isinstance(state, nnx.OptVariable)
-  assert state.get_metadata("out_sharding") == ("embed", "mlp")
-
-
-@pytest.mark.parametrize(
-  "tx", [optax.adam(1e-3), optax.adafactor(1e-3), optax.masked(optax.adam(1e-3), True)]
-)
-def test_optax_keeps_the_metadata_of_the_variables_whose_state_it_makes(tx):
-  """`layout/tracing.trace_optimizer` relates state to parameters by it."""
-  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  model.kernel.set_metadata("origin", "kernel")
-  model.bias.set_metadata("origin", "bias")
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  flat = nnx.to_flat_state(nnx.state(optimizer, nnx.OptVariable))
-  assert flat
-  assert all(leaf.get_metadata("origin") == path[-1] for path, leaf in flat)
-
-
-def test_the_state_of_a_trace_is_equal_within_it_and_differs_outside():
-  """`train/binding.py` and `core/padding.py` notice by it that a step or a read is inside a program."""
-  state = jex.get_opaque_trace_state
-  seen = []
-  jax.jit(lambda x: seen.extend((state(), state())) or x)(1.0)
-  assert seen[0] == seen[1]
-  assert seen[0] != state()
-  assert state() == state()
-
-
-def test_a_manual_program_names_its_axes_and_specs():
-  """`attention/flow.py` reads the layout of its results there."""
-  mesh = nxp.make_mesh(x=8)
-  mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-  params = equations(mapped, np.ones(8, np.float32))["shard_map"].params
-  assert {"newly_manual_axes", "mesh", "in_specs", "out_specs", "jaxpr"} <= set(params)
-  assert set(params["newly_manual_axes"]) == {"x"}
 
 
 def test_a_grouped_product_is_mapped_only_over_all_operands():
@@ -493,28 +251,6 @@ def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
   layers = lambda: nnx.vmap(lambda rngs: Layer(rngs))(nnx.Rngs(0).split(3))
   assert layers().scale.shape == (3, 8)
   assert nnx.jit(layers)().scale.shape == (8,)
-
-
-def test_a_jit_within_a_trace_is_one_operation():
-  """`core/jaxprs.py` puts a function of its own into a trace as such a call."""
-  program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1, inline=False))(1.0).jaxpr
-  (eqn,) = program.eqns
-  assert eqn.invars == program.invars
-  assert eqn.outvars == program.outvars
-
-
-def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
-  """In a trace the flag is an array, which the kernel reads as a bool."""
-  from jax.experimental.pallas.ops.tpu import splash_attention
-
-  def run(mask, x):
-    kernel = splash_attention.make_splash_mqa_single_device(mask[None], interpret=True)
-    assert isinstance(kernel.fwd_mask_info.is_dynamic_mask, jax.core.Tracer)
-    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-    return kernel(x[None], x, x)[0]
-
-  x = jnp.ones((128, 128))
-  np.testing.assert_allclose(jax.jit(run)(jnp.tri(128, dtype=bool), x), x)
 
 
 ONE_GATHERS = """
@@ -537,18 +273,6 @@ def test_a_parameter_that_only_one_of_two_products_gathers_ends_the_process():
   found = subprocess.run([sys.executable, "-c", ONE_GATHERS], capture_output=True, text=True, check=False)
   assert found.returncode == (0 if OLD else -signal.SIGABRT), found.stderr
   assert OLD or "HloShardingV3" in found.stderr
-
-
-def test_no_cluster_is_a_value_error_and_late_bring_up_a_runtime_error(monkeypatch):
-  """`hosts/bringup.py` reads these texts: it has no other public way to tell them apart."""
-  with pytest.raises(RuntimeError, match="must be called before"):
-    jax.distributed.initialize()
-  from jax._src import distributed
-
-  for name in ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JAX_COORDINATOR_ADDRESS"):
-    monkeypatch.delenv(name, raising=False)
-  with pytest.raises(ValueError, match="coordinator_address should be defined"):
-    distributed.global_state.initialize()
 
 
 def test_an_empty_list_of_local_devices_keeps_jax_from_taking_one_gpu(monkeypatch):

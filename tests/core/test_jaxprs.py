@@ -218,4 +218,5 @@ def test_a_hidden_dim_of_vmap_is_seen():
   seen = []
   jax.vmap(lambda x, y: seen.extend(map(jaxprs.is_batched, (x, y))) or x, in_axes=(0, None))(X, X)
   jax.jit(lambda x: seen.append(jaxprs.is_batched(x)) or x)(X)
-  assert seen == [True, False, False]
+  jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, seen.append(jaxprs.is_batched(row))), 0, x))(X)
+  assert seen == [True, False, False, False]

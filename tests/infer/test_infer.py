@@ -62,8 +62,8 @@ def test_the_proposal_is_code():
   (('embed_tokens', 'embedding'), ('tensor', None)),
   (('layers', '\\d+', 'mlp', 'down_proj', 'kernel'), ('tensor', None)),
   (('layers', '\\d+', 'mlp', '(gate_proj|up_proj)', 'kernel'), (None, 'tensor')),
-  (('layers', '\\d+', 'self_attn', '(k_proj|q_proj|v_proj)', 'kernel'), (None, 'tensor')),
-  (('layers', '\\d+', 'self_attn', 'o_proj', 'kernel'), ('tensor', None)),
+  (('layers', '\\d+', 'self_attn', '(k_proj|q_proj|v_proj)', 'kernel'), (None, 'tensor', None)),
+  (('layers', '\\d+', 'self_attn', 'o_proj', 'kernel'), ('tensor', None, None)),
 ]), fsdp('fsdp', min_size=0, extend=True)]"""
   assert repr(rules) == text
   names = {name: getattr(nxp, name) for name in nxp.__all__}
@@ -126,7 +126,7 @@ def test_a_loss_may_be_traced_instead():
 
   found = specs(lambda: Llama(nnx.Rngs(0)), TOKENS, call=loss)
   assert found["layers.1.mlp.down_proj.kernel"] == P("tensor", None)
-  assert found["layers.0.self_attn.o_proj.kernel"] == P("tensor", None)
+  assert found["layers.0.self_attn.o_proj.kernel"] == P("tensor", None, None)
 
 
 class Nested(nnx.Module):  # A path that ends like a longer one: ('kernel' of) `up` and `inner.up`

@@ -4,131 +4,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-
-class Attention(nnx.Module):  # Projections named by `names`: query, key, value, output
-  def __init__(self, width, inner, heads, names, rngs, *, bias=False, kv_inner=None):
-    self.heads, self.names = heads, names
-    widths = (inner, kv_inner or inner, kv_inner or inner)
-    for name, size in zip(names[:3], widths, strict=True):
-      setattr(self, name, nnx.Linear(width, size, use_bias=bias, rngs=rngs))
-    setattr(self, names[3], nnx.Linear(inner, width, use_bias=bias, rngs=rngs))
-
-  def __call__(self, x, context=None, bias=0.0):
-    source = x if context is None else context
-    size = getattr(self, self.names[0]).out_features // self.heads
-    split = lambda name, y: getattr(self, name)(y).reshape(*y.shape[:2], -1, size)
-    q, k, v = map(split, self.names[:3], (x, source, source))
-    k, v = (jnp.repeat(y, self.heads // y.shape[2], axis=2) for y in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-    return getattr(self, self.names[3])(mixed.reshape(*x.shape[:2], -1))
+from nnx_parallel.interop.families import t5
+from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 
 
-class T5Dense(nnx.Module):
-  def __init__(self, width, hidden, rngs):
-    self.wi_0 = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-    self.wi_1 = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-    self.wo = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
-
-  def __call__(self, x):
-    return self.wo(nnx.gelu(self.wi_0(x)) * self.wi_1(x))
+def Llama(rngs, *, depth=2, tied=False):
+  """Grouped query heads, a gated MLP, the head apart or tied to the embedding."""
+  sizes = {"vocab": 32, "width": 16, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 4}
+  config = Config(**sizes, ropes=(Rope(),) * depth, windows=(None,) * depth, score_scale=0.5, tied=tied)
+  return Decoder(config, rngs)
 
 
-class T5Part(nnx.Module):
-  """One residual part: `layer_norm` and one of SelfAttention, EncDecAttention, DenseReluDense."""
-
-  def __init__(self, kind, width, inner, heads, hidden, rngs, relative=False):
-    self.kind = kind
-    self.layer_norm = nnx.RMSNorm(width, rngs=rngs)
-    if kind == "DenseReluDense":
-      setattr(self, kind, T5Dense(width, hidden, rngs))
-    else:
-      setattr(self, kind, Attention(width, inner, heads, ("q", "k", "v", "o"), rngs))
-    if relative:
-      getattr(self, kind).relative_attention_bias = nnx.Embed(8, heads, rngs=rngs)
-
-  def __call__(self, x, context):
-    layer, y = getattr(self, self.kind), self.layer_norm(x)
-    if self.kind == "DenseReluDense":
-      return x + layer(y)
-    bias = 0.0
-    if hasattr(layer, "relative_attention_bias"):
-      distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])[None]
-      bias = layer.relative_attention_bias(jnp.clip(jnp.abs(distance), 0, 7)).transpose(2, 0, 1)[None]
-    return x + layer(y, context if self.kind == "EncDecAttention" else None, bias)
-
-
-class T5Block(nnx.Module):
-  def __init__(self, kinds, *sizes, rngs, relative):
-    self.layer = nnx.List(
-      [T5Part(k, *sizes, rngs=rngs, relative=relative and i == 0) for i, k in enumerate(kinds)]
-    )
-
-  def __call__(self, x, context):
-    for part in self.layer:
-      x = part(x, context)
-    return x
-
-
-class T5Stack(nnx.Module):
-  def __init__(self, kinds, depth, width, *sizes, rngs):
-    self.block = nnx.List([T5Block(kinds, width, *sizes, rngs=rngs, relative=i == 0) for i in range(depth)])
-    self.final_layer_norm = nnx.RMSNorm(width, rngs=rngs)
-
-  def __call__(self, x, context=None):
-    for block in self.block:
-      x = block(x, context)
-    return self.final_layer_norm(x)
-
-
-class T5(nnx.Module):  # An encoder-decoder with a shared embedding and the path parts of the original
-  def __init__(self, rngs, *, vocab=32, width=16, inner=16, heads=4, hidden=32, depth=2):
-    self.shared = nnx.Embed(vocab, width, rngs=rngs)
-    sizes = (depth, width, inner, heads, hidden)
-    self.encoder = T5Stack(("SelfAttention", "DenseReluDense"), *sizes, rngs=rngs)
-    self.decoder = T5Stack(("SelfAttention", "EncDecAttention", "DenseReluDense"), *sizes, rngs=rngs)
-    self.lm_head = nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
-
-  def __call__(self, source, target):
-    return self.lm_head(self.decoder(self.shared(target), self.encoder(self.shared(source))))
-
-
-class LlamaMLP(nnx.Module):
-  def __init__(self, width, hidden, rngs):
-    self.gate_proj = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-    self.up_proj = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-    self.down_proj = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
-
-  def __call__(self, x):
-    return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LlamaLayer(nnx.Module):
-  def __init__(self, width, heads, kv_heads, hidden, rngs):
-    self.input_layernorm = nnx.RMSNorm(width, rngs=rngs)
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    self.self_attn = Attention(width, width, heads, names, rngs, kv_inner=width // heads * kv_heads)
-    self.post_attention_layernorm = nnx.RMSNorm(width, rngs=rngs)
-    self.mlp = LlamaMLP(width, hidden, rngs)
-
-  def __call__(self, x):
-    x = x + self.self_attn(self.input_layernorm(x))
-    return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Llama(nnx.Module):  # Grouped query heads, gated MLP, head apart or tied to the embedding
-  def __init__(self, rngs, *, vocab=32, width=16, heads=4, kv_heads=2, hidden=32, depth=2, tied=False):
-    self.embed_tokens = nnx.Embed(vocab, width, rngs=rngs)
-    self.layers = nnx.List([LlamaLayer(width, heads, kv_heads, hidden, rngs) for _ in range(depth)])
-    self.norm = nnx.RMSNorm(width, rngs=rngs)
-    self.lm_head = None if tied else nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
-
-  def __call__(self, tokens):
-    x = self.embed_tokens(tokens)
-    for layer in self.layers:
-      x = layer(x)
-    x = self.norm(x)
-    return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+def T5(rngs):
+  """An encoder-decoder with a shared embedding."""
+  sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 2}
+  found = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+  return t5.T5(found | sizes, rngs)
 
 
 class GPTAttention(nnx.Module):
