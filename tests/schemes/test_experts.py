@@ -6,9 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,7 +15,6 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.schemes import experts as schemes_experts
-from training import run_steps
 
 WIDTH, HIDDEN = 6, 10
 
@@ -450,92 +447,3 @@ def test_what_does_not_fit_is_refused(shape, logits, options, message):
   given = {"up": jnp.zeros(shape)}, jnp.zeros((8, 4)), nxp.parallel.route(jnp.zeros(logits), 2)
   with jax.set_mesh(nxp.make_mesh(MESH)), pytest.raises(SchemeError, match=message):
     nxp.parallel.experts(up, *given, **options)
-
-
-# Models.
-
-
-class Sparse(nnx.Module):
-  def __init__(self, layer, rngs):
-    draw = nnx.initializers.lecun_normal(batch_axis=0)
-    wide, high = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-    self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
-    self.up = nnx.Param(draw(rngs.params(), (4, 16, 32)), out_sharding=wide, eager_sharding=False)
-    self.gate = nnx.Param(draw(rngs.params(), (4, 16, 32)), out_sharding=wide, eager_sharding=False)
-    self.down = nnx.Param(draw(rngs.params(), (4, 32, 16)), out_sharding=high, eager_sharding=False)
-    self.shared = nnx.Linear(16, 16, rngs=rngs)
-    self.bias = nnx.BatchStat(jnp.zeros(4))
-    self.layer = layer
-
-  def __call__(self, x):
-    routing = nxp.parallel.route(self.router(x), 2, bias=self.bias[...])
-    self.bias[...] = nxp.parallel.balanced_bias(self.bias[...], routing.load, 0.01)
-    parameters = {"up": self.up, "gate": self.gate, "down": self.down}
-    y = self.layer(nxp.parallel.mlp_experts, parameters, x, routing)
-    y = y[0] if isinstance(y, tuple) else y
-    return x + y + self.shared(x), 0.02 * routing.auxiliary_loss + 0.002 * routing.z_loss
-
-
-class Decoder(nnx.Module):
-  def __init__(self, layer, rngs):
-    self.embed = nnx.Embed(48, 16, rngs=rngs)
-    self.blocks = nnx.List([Sparse(layer, rngs) for _ in range(2)])
-    self.norm = nnx.LayerNorm(16, rngs=rngs)
-    self.head = nnx.Linear(16, 48, rngs=rngs)
-
-  def __call__(self, tokens):
-    x, extra = self.embed(tokens), 0.0
-    for block in self.blocks:
-      x, added = block(x)
-      extra += added
-    return self.head(self.norm(x)), extra
-
-
-def decoder_loss(model, batch):
-  logits, extra = model(batch["tokens"])
-  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean() + extra
-
-
-def trained(layer, mesh, rules, steps=4, **options):
-  plan = nxp.plan(lambda: Decoder(layer, nnx.Rngs(0)), mesh, rules, optimizer=optax.adamw(1e-2))
-  tokens = np.random.default_rng(1).integers(0, 48, (16, 9))
-  batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-  model, _, losses, _ = run_steps(plan, decoder_loss, [batch] * steps, **options)
-  return losses, np.asarray(model.blocks[1].bias[...]), np.asarray(model.blocks[0].down[...])
-
-
-def of_arrays(expert, parameters, x, routing):
-  return dense(expert, {name: leaf[...] for name, leaf in parameters.items()}, x, routing)
-
-
-@functools.cache
-def on_one_device():
-  return trained(of_arrays, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.presets.data_parallel())
-
-
-PRESET = nxp.presets.expert(min_size=0)
-FSDP_RULES = [
-  nxp.LogicalRules(batch=("fsdp", "expert"), expert="expert", embed="fsdp", mlp="tensor"),
-  nxp.fsdp("fsdp", min_size=0),
-]
-MODELS = {
-  "capacity": ({"data": 2, "expert": 4}, PRESET, "capacity", {}),
-  "rounds": ({"fsdp": 2, "expert": 2, "tensor": 2}, FSDP_RULES, "rounds", {}),
-  "scan": (
-    {"fsdp": 2, "expert": 4, "tensor": 1},
-    FSDP_RULES,
-    "dropless",
-    {"scan_layers": True, "remat": "full"},
-  ),
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("case", MODELS)
-def test_training_equals_one_device(case):
-  shape, rules, layer, options = MODELS[case]
-  found = trained(LAYERS[layer], nxp.make_mesh(shape), rules, **options)
-  losses, bias, down = on_one_device()
-  np.testing.assert_allclose(found[0], losses, rtol=2e-5)
-  np.testing.assert_allclose(found[1], bias, atol=1e-6)
-  np.testing.assert_allclose(found[2], down, atol=2e-4)

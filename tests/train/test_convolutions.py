@@ -114,30 +114,6 @@ def convolve(kernel: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
   return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers, **options)
 
 
-def operands(mesh: Any, batch: PartitionSpec) -> tuple[jax.Array, jax.Array]:
-  rng = np.random.default_rng(0)
-  kernel = rng.normal(size=(3, 1, 8)).astype("float32")
-  x = rng.normal(size=(8, 6, 8)).astype("float32")
-  whole = NamedSharding(mesh, PartitionSpec())
-  return jax.device_put(kernel, whole), jax.device_put(x, NamedSharding(mesh, batch))
-
-
-depthwise_loss = lambda kernel, x: (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
-
-
-@pytest.mark.parametrize(("batch", "factor"), [("data", 4), ("model", 2)])
-def test_xla_still_gets_it_wrong(batch: str, factor: int) -> None:
-  mesh = nxp.make_mesh(data=2, model=4)
-  kernel, x = operands(mesh, PartitionSpec(batch))
-  expected = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x)))
-  alone = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(kernel, x))
-  mended = np.linalg.norm(jax.jit(with_correct_convolutions(jax.grad(depthwise_loss), mesh))(kernel, x))
-  assert mended == pytest.approx(expected, rel=1e-5)
-  assert alone == pytest.approx(factor * expected, rel=1e-5), (
-    "XLA is mended: remove `with_correct_convolutions`, if it is so for every jax that pyproject.toml allows."
-  )
-
-
 @pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_batch_groups_written_by_the_user() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
