@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -44,7 +45,7 @@ def test_shapes_name_the_leaf_and_both_shapes(saved):
     Checkpointer(directory).restore(target)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.int32])
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.int32, jnp.bfloat16])
 def test_types_are_never_changed_silently(saved, dtype):
   directory, trees = saved
   target = target_of(trees[2])

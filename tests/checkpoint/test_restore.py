@@ -3,7 +3,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -232,8 +231,6 @@ def test_float_types_are_the_targets(tmp_path):
   mesh = nxp.make_mesh(a=2, b=4)
   target = target_of(tree)
   target["w"] = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("b")))
-  with pytest.raises(CheckpointError, match=r"(?s)model/w: saved float32, wanted bfloat16.*cast=True"):
-    checkpointer.restore(target)
   assert_same(checkpointer.restore(target, cast=True)["w"], tree["w"].astype(jnp.bfloat16))
 
 
@@ -248,21 +245,6 @@ def test_orbax_alone_can_read_it(tmp_path):
   tree = arrays()
   Checkpointer(tmp_path).save(4, tree)
   assert_same(ocp.load(tmp_path / "4", target_of(tree), checkpointable_name="model"), tree)
-
-
-REFUSED = [
-  (np.zeros(2, np.longdouble), r"dtype float128 .*Fix: .*astype\(np\.float64\)"),
-  (np.zeros(2, np.clongdouble), r"dtype complex256 .*Fix: .*astype\(np\.complex128\)"),
-  (np.zeros(2, ml_dtypes.float6_e2m3fn), r"dtype float6_e2m3fn .*Fix: .*astype\(np\.float32\)"),
-  (np.ma.masked_equal([1, 2], 2), r"mask.*Fix: .*\.filled\("),
-]
-
-
-@pytest.mark.parametrize(("array", "text"), REFUSED)
-def test_arrays_that_could_not_be_restored_are_refused(tmp_path, array, text):
-  with pytest.raises(CheckpointError, match=rf"(?s)cannot save model/a\.b: .*{text}"):
-    Checkpointer(tmp_path / "run").save(1, {"a": {"b": array}})
-  assert not (tmp_path / "run").exists()
 
 
 def test_json_values_come_back_as_they_were(tmp_path):

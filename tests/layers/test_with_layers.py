@@ -292,12 +292,6 @@ def test_what_each_policy_recomputes_and_moves(options, products, on_host):
   assert host_arrays(jaxpr) == on_host
 
 
-def test_a_remat_that_selects_nothing_is_refused():
-  for wrong in ({"every": 0}, {"every": 2, "group": 2}):
-    with pytest.raises(nxp.errors.TrainError, match="selects no layers"):
-      nxp.Remat(**wrong)
-
-
 class NumPy(nnx.Linear):
   def __call__(self, x, places):
     return super().__call__(x)[:, : int(places.max()) + 1]

@@ -57,38 +57,27 @@ GRID = [
 ]  # fmt: skip
 
 
+def poisoned(result: Any, works: Any) -> Any:
+  """NaN for what a stage computes in a bubble."""
+
+  def nan(x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    return jnp.where(jnp.reshape(works, (-1, *[1] * (x.ndim - 1))), x, jnp.nan)
+
+  return jax.tree.map(nan, result)
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("layers", "microbatches", "virtual_stages", "axes", "explicit"), GRID)
-def test_values_and_gradients_are_those_of_the_layers(
-  layers: int, microbatches: int, virtual_stages: int, axes: Any, explicit: bool
+def test_values_and_gradients_are_those_of_the_layers_and_nothing_comes_out_of_bubbles(
+  layers: int, microbatches: int, virtual_stages: int, axes: Any, explicit: bool, monkeypatch: Any
 ) -> None:
+  monkeypatch.setattr(schedule, "_marked", poisoned)
   args = given(layers, microbatches * 4)
   options = {"microbatches": microbatches, "virtual_stages": virtual_stages, "batch_axes": axes}
   piped = lambda w, x, seen, other: nxp.parallel.pipeline(layer, w, x, seen, other, **options)
   with jax.set_mesh(nxp.make_mesh(data=2, stage=4, explicit=explicit)):
-    found = jax.jit(lambda *args: value_and_gradients(piped, *args))(*args)
-  close(found, value_and_gradients(one_by_one, *args))
-
-
-@pytest.mark.cases(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("virtual_stages", [1, 2])
-def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> None:
-  def poisoned(result: Any, works: Any) -> Any:
-    def nan(x: Any) -> Any:
-      if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-      return jnp.where(jnp.reshape(works, (-1, *[1] * (x.ndim - 1))), x, jnp.nan)
-
-    return jax.tree.map(nan, result)
-
-  monkeypatch.setattr(schedule, "_marked", poisoned)
-  args = given(8, 32)
-
-  def piped(w: Any, *args: Any) -> Any:
-    return nxp.parallel.pipeline(layer, w, *args, microbatches=8, virtual_stages=virtual_stages)
-
-  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
     found = jax.jit(lambda *args: value_and_gradients(piped, *args))(*args)
   close(found, value_and_gradients(one_by_one, *args))
 

@@ -16,6 +16,7 @@ from benchmarks.plain import decoders
 from nnx_parallel.layers.gather import Gather
 from nnx_parallel.testing import assert_same_training
 from nnx_parallel.train.mend import mend
+from train.models import Normed
 from training import run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
@@ -130,23 +131,12 @@ def test_a_product_with_a_constant_gradient_gathers_its_kernel_like_other_produc
   assert_same_training(loss, {"gathered": plan}, [x] * 2)
 
 
-class Normed(nnx.Module):  # Norms over one axis before kernels over two, sharded by hand
-  def __init__(self, rngs):
-    self.norms = nnx.List([nnx.RMSNorm(16, rngs=rngs) for _ in range(2)])
-    self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
-
-  def __call__(self, x):
-    for norm, layer in zip(self.norms, self.layers, strict=True):
-      x = x + jnp.sin(layer(norm(x)))
-    return x
-
-
 squares = lambda model, batch: ((model(batch["x"]) * batch["factor"]) ** 2).mean()
 
 
 def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
   """Without a plan: the step reads the shardings of the arrays and of the batch, which also has a number."""
-  mesh, model = nxp.make_mesh(data=2, fsdp=2, tensor=2), Normed(nnx.Rngs(0))
+  mesh, model = nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.unsharded(lambda: Normed(nnx.Rngs(0)))
   batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32), "factor": np.float32(2)}
   expected = nnx.jit(nnx.grad(squares))(model, batch)
   for path, leaf in nnx.to_flat_state(nnx.state(model)):
@@ -166,7 +156,7 @@ def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
 
 
 def test_a_batch_on_no_mesh_is_left_to_xla_and_the_step_says_so(caplog):
-  mesh, model = nxp.make_mesh(data=2, fsdp=2, tensor=2), Normed(nnx.Rngs(0))
+  mesh, model = nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.unsharded(lambda: Normed(nnx.Rngs(0)))
   for path, leaf in nnx.to_flat_state(nnx.state(model)):
     spec = jax.P("fsdp", "tensor") if path[-1] == "kernel" else jax.P()
     leaf.set_value(jax.device_put(leaf.get_value(), NamedSharding(mesh, spec)))

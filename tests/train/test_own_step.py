@@ -80,61 +80,6 @@ def test_nnx_jit_compiles_once_and_keeps_the_layout(explicit, zero, memory):
   np.testing.assert_allclose(found, expected(), rtol=1e-5)
 
 
-class Norm(nnx.Module):  # Own gradients of `scale` are 85 % off on three axes, if nothing is gathered
-  def __init__(self, rngs):
-    self.norm = nnx.RMSNorm(64, scale_metadata={"out_sharding": ("norm",)}, rngs=rngs)
-    self.up = nnx.Linear(64, 128, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
-
-  def __call__(self, x):
-    return self.up(self.norm(x))
-
-
-class Convolved(nnx.Module):
-  """Own gradients are 50 % off on a mesh with an idle axis, and batch statistics too."""
-
-  def __init__(self, rngs):
-    self.up = nnx.Linear(64, 768, rngs=rngs)
-    self.first = nnx.Conv(3, 8, (4, 4), strides=2, rngs=rngs)
-    self.second = nnx.Conv(8, 16, (4, 4), strides=2, use_bias=False, rngs=rngs)
-    self.norm = nnx.BatchNorm(16, rngs=rngs)
-
-  def __call__(self, x):
-    x = jnp.tanh(self.up(x)).reshape(-1, 16, 16, 3)
-    return self.norm(self.second(nnx.leaky_relu(self.first(x))))
-
-
-THREE_AXES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", norm="tensor")
-WRONG = {"scale": (Norm, THREE_AXES), "idle axis": (Convolved, nxp.fsdp(min_size=64))}
-
-
-def after_a_step(init, rules, mesh, of, by):
-  """The model after a step of gradient descent that is written by hand; `of` makes its loss."""
-  plan = nxp.plan(lambda: init(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1.0))
-  model, optimizer = placed(plan)
-  x = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
-  loss = of(lambda model, x, power=2: (model(x) ** power).mean(), plan if by == "plan" else model)
-
-  @nnx.jit
-  def step(model, optimizer, x):
-    optimizer.update(model, nnx.grad(loss)(model, x, power=2))
-
-  step(model, optimizer, nxp.shard_batch(x, plan))
-  return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["model", "plan"])
-@pytest.mark.parametrize(("init", "rules"), WRONG.values(), ids=WRONG)
-def test_a_loss_that_gathers_on_read_is_right_in_a_step_of_ones_own(init, rules, by):
-  one = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-  wanted = after_a_step(init, rules, one, lambda loss, _: loss, by=by)
-  found = after_a_step(
-    init, rules, nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.parallel.gather_on_read, by=by
-  )
-  for path, value in wanted.items():
-    np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-5, err_msg=str(path))
-
-
 def gathers(jaxpr, shape=(64, 64), inside=()):
   """The specs of the constraints on parameters of a shape, with the operations that they are in, in order."""
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:

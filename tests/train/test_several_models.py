@@ -11,23 +11,10 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from train.models import Normed
+from train.models import Net, Normed
 from training import placed
 
 STEPS = 15
-
-
-class MLP(nnx.Module):  # Two layers with a batch norm that can be left out
-  def __init__(self, size_in, size_out, rngs, norm=False):
-    self.up = nnx.Linear(size_in, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else None
-    self.down = nnx.Linear(16, size_out, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
-
-  def __call__(self, x):
-    x = self.up(x)
-    if self.norm is not None:
-      x = self.norm(x)
-    return self.down(nnx.tanh(x))
 
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed=nxp.LogicalRules.first("fsdp", None), mlp="tensor")
@@ -40,8 +27,8 @@ def make(init, tx=None, **options):
   return (plan, *made) if tx is not None else (plan, made)
 
 
-generator = lambda: MLP(4, 2, nnx.Rngs(0))
-discriminator = lambda: MLP(2, 1, nnx.Rngs(1))
+generator = lambda: Net(nnx.Rngs(0), 4, out=2)
+discriminator = lambda: Net(nnx.Rngs(1), 2, out=1)
 
 
 def gen_loss(models, batch):
@@ -225,7 +212,7 @@ def test_models_whose_plans_split_the_batch_differently_are_an_error(rules, othe
 @pytest.mark.slow
 def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  plan = nxp.plan(lambda: MLP(8, 4, nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2))
+  plan = nxp.plan(lambda: Net(nnx.Rngs(0), 8, out=4), mesh, RULES, optimizer=optax.adam(1e-2))
   models = [placed(plan) for _ in range(3)]
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   batch = nxp.shard_batch(np.ones((8, 8), np.float32), plan)
