@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint import array_io, lock, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import friendly_errors
 from nnx_parallel.errors import CheckpointError
+from searches import torture
 
 
 def names(directory):
@@ -73,27 +74,6 @@ def test_a_step_that_is_damaged_and_half_replaced_is_not_listed_twice(saved):
   directory, _ = saved
   shutil.copytree(directory / "2", directory / "2.nnx-replaced")
   assert Checkpointer(directory).steps() == [1, 2]
-
-
-def test_readers_are_in_no_writer_s_way(saved):
-  directory, trees = saved
-  (directory / "9.nnx-saving").mkdir()
-  done = threading.Event()
-
-  def read():
-    while not done.is_set():
-      Checkpointer(directory).latest()
-
-  reader = threading.Thread(target=read)
-  reader.start()
-  try:
-    with Checkpointer(directory, max_to_keep=2) as checkpointer:
-      for step in range(3, 11):
-        checkpointer.save(step, {"b": trees[1]["b"]})
-  finally:
-    done.set()
-    reader.join()
-  assert names(directory) == ["10", "9"]
 
 
 def test_a_fork_during_a_background_save_ends_and_holds_nothing(saved, monkeypatch):
@@ -320,12 +300,16 @@ def test_ctrl_c_while_arrays_are_read_waits_for_them(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_jobs_lose_nothing():
-  # The long form is `make torture`.
-  from searches import torture
-
-  found, problems = torture.kills(4, seed=3)
+  found, problems = torture.kills(4, seed=3)  # the long form is `make torture`
   assert problems == []
   assert found.total() == 4
+
+
+@pytest.mark.slow
+def test_readers_are_in_no_writer_s_way():
+  found, problems = torture.reads(8)
+  assert problems == []
+  assert found["right"]
 
 
 def test_what_is_in_the_way_of_a_step_is_seen_before_it_is_written(saved, monkeypatch):

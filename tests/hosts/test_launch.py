@@ -14,6 +14,7 @@ import nnx_parallel as nxp
 from nnx_parallel.cli.command import main
 from nnx_parallel.cli.launch import command_of
 from nnx_parallel.hosts.launch import Job, launch, worker_variables
+from searches import driver, soak
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -244,105 +245,13 @@ def test_wrong_usage(words, message, capsys):
   assert message in capsys.readouterr().err
 
 
-TRAINING = """
-import os, pathlib, resource, signal, sys, time
-import numpy as np, optax
-from flax import nnx
-import nnx_parallel as nxp
-
-seen = nxp.init_distributed(timeout=60, heartbeat_timeout=12)
-attempt, (folder, way) = os.environ.get("NNX_PARALLEL_ATTEMPT"), sys.argv[1:]
-init = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-plan = nxp.plan(init, nxp.make_mesh(data=-1), nxp.fsdp("data", min_size=1), optimizer=optax.sgd(0.1))
-
-def fault(step):
-  me = seen.index == (0 if way == "coordinator" else 1)
-  if way == "disk" and me:  # from now on
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, resource.RLIM_INFINITY))
-  if step != 6 or not me:
-    return
-  if way == "corrupt":
-    for file in pathlib.Path(folder, "4/model").rglob("d/*"):
-      if file.is_file():
-        file.write_bytes(bytes(file.stat().st_size))
-    for file in pathlib.Path(folder, "2").rglob("*"):
-      os.utime(file, (2e9, 2e9))  # of a clock that is years ahead
-  if way == "slow":
-    time.sleep(2)
-  if way == "stop":
-    os.kill(os.getpid(), signal.SIGSTOP)
-  if way == "term":
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.5)
-  if way in ("kill", "coordinator", "corrupt"):
-    os.kill(os.getpid(), 9)
-
-def batches(samples):
-  for step in range(samples // 8 + 1, 13):
-    yield np.random.default_rng(step).normal(size=(8, 4)).astype(np.float32)
-
-def note(step, metrics):
-  print(f"loss {step} {metrics['loss']!r}\\n", end="", flush=True)
-
-def source(samples):
-  return nxp.batches(batches(samples), plan, global_batch=True)
-
-with nxp.Checkpointer(folder) as checkpointer:
-  train = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
-  def step(model, optimizer, batch):
-    if attempt == "0":
-      fault(int(optimizer.step[...]) + 1)
-    return train(model, optimizer, batch)
-  options = {"checkpointer": checkpointer, "save_every": 2, "resume": "latest", "progress": False}
-  result = nxp.fit(
-    step, *nxp.create_sharded_model(plan), source, steps=12, plan=plan, trackers=[note], **options
-  )
-print("steps", result.history[0]["step"], "to", result.step)
-"""
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-  """The file of the training script, and its losses by step when nothing disturbs it."""
-  folder = tmp_path_factory.mktemp("training")
-  (folder / "train.py").write_text(TRAINING)
-  lines: list[str] = []
-  how = {"processes": 1, "devices_per_process": 4}
-  assert supervised(folder / "train.py", folder / "ckpt", "none", lines, **how) == 0
-  return folder / "train.py", losses(lines)
-
-
-def supervised(script, folder, way, lines, **options):
-  job = {"processes": 2, "devices_per_process": 2, "pause": 0.1, "hang_after": 4} | options
-  os.environ["PYTHONPATH"] = str(ROOT)
-  return launch(Job([sys.executable, str(script), str(folder), way], **job), lines.append)
-
-
-def losses(lines):
-  found: dict[int, float] = {}
-  for line in lines:
-    if line.startswith("[0] loss "):
-      step, loss = line.split()[2:]
-      assert float(loss) == pytest.approx(found.setdefault(int(step), float(loss)), rel=1e-6)
-  return found
-
-
-@pytest.mark.cases(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "failure", "again"), [
-  ("kill", "process 1 failed first: killed by SIGKILL", 5), ("coordinator", "failed first", 5),
-  ("stop", "hangs: no step for 4 s; last steps", 5), ("disk", "File too large", 1),
-  ("corrupt", "step 4 was passed over", 3), ("slow", "", 1),
-])  # fmt: skip
-def test_a_disturbed_run_ends_with_the_losses_of_an_undisturbed_one(tmp_path, script, way, failure, again):
-  file, wanted = script
-  lines: list[str] = []
-  assert supervised(file, tmp_path / "ckpt", way, lines, restarts=1) == 0, "\n".join(lines)
-  text = "\n".join(lines)
-  assert failure in text
-  assert ("restart 1 of 1" in text) == (way != "slow")
-  assert text.count(f"steps {again} to 12") == 2, text
-  found = losses(lines)
-  assert sorted(found) == [*range(1, 13)]
-  assert found == pytest.approx(wanted, rel=1e-6)
-  assert nxp.Checkpointer(tmp_path / "ckpt").verify() == {}
+def test_a_killed_run_ends_with_the_losses_of_an_undisturbed_one(tmp_path, monkeypatch):
+  # The long form, with bad disks, damaged steps and second jobs, is `make soak`.
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  monkeypatch.setenv("NNX_PARALLEL_SOAK", "")
+  monkeypatch.delenv("XLA_FLAGS")
+  given = driver.arguments(soak, ["--kills", "1", "--steps", "60"])
+  run, done = soak.soak(given, 1, tmp_path)
+  assert run.problems == []
+  assert (done.total(), run.restarts) == (1, 1)
