@@ -3,15 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import auto_mesh, axis_sizes, is_explicit
-from nnx_parallel.core.shards import on_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +194,3 @@ def test_slices_without_dcn_are_refused_with_the_call_that_works():
 def test_what_is_not_a_mesh():
   with pytest.raises(nxp.errors.MeshError, match=r"\{'data': 8\} is not a mesh"):
     is_explicit({"data": 8})
-
-
-def test_a_function_of_shards_runs_outside_of_jit_on_arrays_that_other_axes_split():
-  mesh = nxp.make_mesh(data=4, fsdp=2)
-  x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh, P("data", "fsdp")))
-  spec = (P("data"),)
-  shift = on_shards(lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), mesh, spec, spec[0], {"data"})
-  rows = np.asarray(x)
-  want = np.concatenate([rows[2:4], rows[:2], 0 * rows[4:]])
-  np.testing.assert_array_equal(shift(x), want)
-  np.testing.assert_array_equal(jax.jit(shift)(x), want)

@@ -49,9 +49,10 @@ def test_a_function_of_shards_gets_those_of_the_axes_asked_for(explicit, jitted)
   for axes, shape in ((None, (2, 4)), (["data"], (2, 4))):
     f = shards.on_shards(run, mesh, [P("data")], P(), axes)
     with jax.set_mesh(mesh):
-      found = (jax.jit(f) if jitted else f)(put(mesh, P("data")))
-    np.testing.assert_array_equal(found, X.sum(0, keepdims=True))
-    assert seen[-1] == shape
+      for spec in (P("data"), P("data", "tensor")):
+        found = (jax.jit(f) if jitted else f)(put(mesh, spec))
+        np.testing.assert_array_equal(found, X.sum(0, keepdims=True))
+        assert seen[-1] == shape
 
 
 @both

@@ -4,7 +4,6 @@ import itertools
 import threading
 import time
 
-import grain
 import numpy as np
 import pytest
 from flax import nnx
@@ -59,25 +58,6 @@ def test_the_last_batch_is_dropped_padded_or_kept():
   assert padded["mask"].sharding.spec == P("data")
   with pytest.raises(ShardingError, match=r"batch has 3 examples, which 8 shards cannot split evenly"):
     nxp.batches(Source(19), plan, batch=16, last="keep")
-
-
-def _mixture():
-  first = grain.MapDataset.source(Source(24)).shuffle(seed=1).repeat()
-  second = (
-    grain.MapDataset.source(Source(8)).map(lambda s: {**s, "id": 100 + s["id"]}).shuffle(seed=2).repeat()
-  )
-  return grain.MapDataset.mix([first, second], weights=[3, 1])
-
-
-def test_a_mixture_of_grain_is_resumed_by_the_index_alone():
-  plan, mixture = _plan(), _mixture()
-  stream = nxp.batches(mixture, plan, batch=16)
-  whole = flat(ids(itertools.islice(stream, 4)))
-  for epoch in (whole[:32], whole[32:]):  # each sample of each part once in an epoch
-    assert sorted(epoch) == [*range(24), *range(100, 108)]
-  assert whole[:32] != whole[32:]
-  again = nxp.batches(mixture, _plan(data=2, tensor=4), batch=8, start=40)
-  assert flat(ids(itertools.islice(again, 3))) == whole[40:]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

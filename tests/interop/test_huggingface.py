@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -165,16 +164,6 @@ def test_older_names(tmp_path):
   folder = copy("qwen2", tmp_path, rename=lambda name: name.removeprefix("model."))
   model = import_safetensors(folder, plan_of("qwen2", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
   assert_reference(model, "qwen2")
-
-
-@pytest.mark.parametrize("optimizer", [None, optax.sgd(0.1)])
-def test_one_call_loads_a_sharded_model(optimizer):
-  mesh, rules = nxp.make_mesh(fsdp=2, tensor=4), [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
-  found = nxp.interop.load_huggingface(REFERENCES / "qwen2", mesh, rules, optimizer=optimizer)
-  model, made = found if optimizer else (found, None)
-  assert_reference(model, "qwen2")
-  assert model.layers[0].mlp.up_proj.kernel.sharding.spec == jax.P("fsdp", "tensor")
-  assert isinstance(made, nnx.Optimizer) == (optimizer is not None)
 
 
 def test_a_window_and_positions_as_older_configs_have_them():

@@ -17,7 +17,6 @@ from nnx_parallel.core.nodes import path_str
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
 from nnx_parallel.interop.orbax import restore_orbax
-from nnx_parallel.interop.weights import Rule, WeightMap
 
 RULES = nxp.LogicalRules(batch="data", hidden="model", embed=None, layer=None)
 DEPTH, BATCH = 64, 8
@@ -167,38 +166,6 @@ def test_a_checkpoint_of_orbax(tmp_path, boxed):
   plan = planned(Net(), x)
   model = restore_orbax(tmp_path / "step", plan, weight_map=linen_names(plan), skip=["to_nnx__rngs*"])
   jax.tree.map(np.testing.assert_array_equal, export_linen(model), plain)
-
-
-class Block(nnx.Module):
-  def __init__(self, rngs):
-    self.up = nnx.Linear(DEPTH, DEPTH, use_bias=False, rngs=rngs)
-    self.down = nnx.Linear(DEPTH, DEPTH, use_bias=False, rngs=rngs)
-
-
-class Rewritten(nnx.Module):  # The same model written for nnx
-  def __init__(self, rngs):
-    self.blocks = nnx.List([Block(rngs) for _ in range(4)])
-
-  def __call__(self, x):
-    for block in self.blocks:
-      x = block.down(nnx.relu(block.up(x)))
-    return x
-
-
-@pytest.mark.parametrize("scan", [False, True])
-def test_a_model_rewritten_for_nnx_takes_the_weights(scan):
-  x, net = inputs(), MLP(scan=scan)
-  variables = net.init(jax.random.key(2), x)
-  file = "params.ScanDotReluDot_0" if scan else "params.DotReluDot_{i}"
-  weight_map = WeightMap(
-    Rule(f"{file}.Dense_0.kernel", "blocks.{i}.up.kernel", "l i o -> l i o" if scan else ""),
-    Rule(f"{file}.W2", "blocks.{i}.down.kernel", "l i o -> l i o" if scan else ""),
-  )
-  plan = nxp.plan(lambda: Rewritten(nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
-  model = import_linen(variables, plan, weight_map)
-  np.testing.assert_allclose(model(x), net.apply(variables, x), rtol=1e-4, atol=1e-5)
-  back = export_linen(model, weight_map)
-  jax.tree.map(np.testing.assert_array_equal, back, meta.unbox(variables))
 
 
 @pytest.mark.parametrize(("source", "message"), [

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -65,27 +64,6 @@ def init(**options):
 X = np.random.default_rng(0).normal(size=(16, 6, 32)).astype(np.float32)
 
 
-def loss_fn(model, x, y):
-  return ((model(x) - y) ** 2).mean()
-
-
-def outputs(model):
-  return np.asarray(nnx.jit(lambda model, x: model(x))(model, jnp.asarray(X)))
-
-
-def trained(plan, steps=5):
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss_fn)
-  batch = nxp.shard_batch((X, X[:, ::-1].copy()), plan)
-  losses = [float(step(model, optimizer, *batch)["loss"]) for _ in range(steps)]
-  return model, optimizer, losses
-
-
-def plan_of(init=init, axes=AXES, **options):
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[: int(np.prod([*axes.values()]))])
-  return nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2), wrt=nnx.LoRAParam, **options)
-
-
 def test_adapters_by_path_change_nothing_at_first_and_keep_the_paths_of_the_weights():
   base, model = base_init(), init()
   np.testing.assert_array_equal(base(jnp.asarray(X)), model(jnp.asarray(X)))
@@ -98,29 +76,6 @@ def test_adapters_by_path_change_nothing_at_first_and_keep_the_paths_of_the_weig
   assert added["blocks.0.attention.out.lora.lora_b"] == (4, 32)
   assert added["blocks.1.down.lora.lora_a"] == (64, 4)
   assert isinstance(model.blocks[0].attention.query, nnx.LinearGeneral)
-
-
-@pytest.mark.slow
-def test_only_adapters_are_trained_on_each_layout_as_on_one_device(tmp_path):
-  alone = trained(plan_of(axes={"fsdp": 1, "tensor": 1}))[2]
-  plan = plan_of()
-  model, optimizer, losses = trained(plan)
-  np.testing.assert_allclose(losses, alone, rtol=2e-5)
-  assert losses[-1] < losses[0]
-  base = nxp.create_sharded_model(base_init, nxp.make_mesh(AXES), RULES)
-  frozen = nxp.hosts.to_host(nnx.state(model, nnx.Not(nnx.LoRAParam)))
-  jax.tree.map(np.testing.assert_array_equal, frozen, nxp.hosts.to_host(nnx.state(base)))
-  found = outputs(model)
-  assert np.abs(found - outputs(base)).max() > 0.01
-
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(5, model, optimizer, only=nnx.LoRAParam)
-  again = nxp.create_sharded_model(plan_of(axes={"fsdp": 2, "tensor": 1}))
-  again, _ = nxp.Checkpointer(tmp_path).restore(again, only=nnx.LoRAParam)
-  np.testing.assert_allclose(outputs(again), found, atol=1e-5)
-
-  assert len(merge_adapters(base, model)) == 2 * 5
-  np.testing.assert_allclose(outputs(base), found, atol=1e-4)
 
 
 def test_an_adapter_computes_in_the_dtype_of_its_layer():
@@ -189,55 +144,6 @@ def logits(model):
 
 def adapters_of(folder):
   return {name: tensor[()] for name, tensor in read_tensors(folder).items()}
-
-
-@pytest.mark.slow
-def test_adapters_in_the_form_of_peft_and_back(tmp_path):
-  targets = ["layers.*.self_attn.*", "layers.*.mlp.down_proj"]
-  theirs, mesh = folder_of(tmp_path, QWEN), nxp.make_mesh(AXES)
-  edit = lambda model: add_lora(model, targets, rank=4, alpha=6.0, rngs=nnx.Rngs(1))
-  options = {"edit": edit, "optimizer": optax.adam(1e-2), "wrt": nnx.LoRAParam}
-  model, _ = nxp.interop.load_huggingface(theirs, mesh, RULES, **options)
-  found = logits(filled(model))
-  names = export_peft(tmp_path / "peft", model, theirs)
-
-  # What PEFT reads. A module's weight in transformers plus scale * B @ A is the merged weight.
-  settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-  assert {k: settings[k] for k in ("peft_type", "r", "lora_alpha", "bias", "rank_pattern", "task_type")} == {
-    "peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "rank_pattern": {},
-    "task_type": "CAUSAL_LM",
-  }  # fmt: skip
-  assert set(settings["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
-  assert settings["base_model_name_or_path"] == str(theirs)
-  files = {file.name for file in (tmp_path / "peft").iterdir()}
-  assert files == {"adapter_config.json", "adapter_model.safetensors"}
-  arrays, weights = adapters_of(tmp_path / "peft"), adapters_of(theirs)
-  assert arrays.keys() == {*names}
-  base = nxp.interop.load_huggingface(theirs, mesh, RULES)
-  merge_adapters(base, model)
-  export_safetensors(tmp_path / "merged", base, weight_map_of(theirs))
-  merged = adapters_of(tmp_path / "merged")
-  changed = [name for name in weights if not np.array_equal(weights[name], merged[name])]
-  peft_name = lambda name, factor: f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"
-  assert {peft_name(name, factor) for name in changed for factor in "AB"} == {*names}
-  for name in changed:
-    a, b = (arrays[peft_name(name, factor)] for factor in "AB")
-    assert a.shape[0] == b.shape[1] == 4
-    delta = 6 / 4 * b @ a
-    np.testing.assert_allclose(merged[name] - weights[name], delta, atol=1e-5)
-
-  # Back: into a model without adapters, and into adapters on another mesh.
-  plain = nxp.interop.load_huggingface(theirs, mesh, RULES)
-  layers = import_peft(tmp_path / "peft", plain, theirs)
-  assert len(layers) == len(names) // 2
-  np.testing.assert_allclose(logits(plain), found, rtol=1e-4, atol=1e-4)
-  small = nxp.make_mesh(fsdp=2, tensor=1, devices=jax.devices()[:2])
-  rules = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=64)]
-  other, _ = nxp.interop.load_huggingface(theirs, small, rules, **options)
-  before = jax.tree.map(lambda x: x.sharding, nnx.state(other, nnx.LoRAParam))
-  assert import_peft(tmp_path / "peft", other, theirs) == layers
-  assert jax.tree.map(lambda x: x.sharding, nnx.state(other, nnx.LoRAParam)) == before
-  np.testing.assert_allclose(logits(other), found, rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_and_scales_that_differ_are_named_by_module(tmp_path):

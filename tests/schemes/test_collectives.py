@@ -76,19 +76,6 @@ def test_a_step_by_hand_equals_the_plain_one(layout, check):
   assert int(optimizer.step[...]) == 3
 
 
-def test_dropout_differs_along_the_batch_and_agrees_along_other_axes():
-  mesh = nxp.make_mesh(data=4, tensor=2)
-  plan = nxp.plan(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), mesh, nxp.LogicalRules(batch="data"))
-  model = placed(plan)
-  masks = lambda model, x: nxp.parallel.fold_rng_over_axis(model, "data")(x)[None]
-  specs = {"in_specs": (None, P()), "out_specs": P(("data", "tensor"))}
-  run = nxp.parallel.map_shards(masks, plan, **specs, check_vma=False)
-  found = np.asarray(nnx.jit(run)(model, jnp.ones(64))).reshape(4, 2, 64)
-  assert (found[:, 0] == found[:, 1]).all()
-  assert len({row.tobytes() for row in found[:, 0]}) == 4
-  assert int(model.rngs.count[...]) == 1
-
-
 def test_a_module_that_the_plan_is_not_for():
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
   with pytest.raises(SchemeError, match=r"not for this Net[\s\S]*not in both"):

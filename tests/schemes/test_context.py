@@ -9,16 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.attention import kernels
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.report.program.collectives import collectives
-from training import run_steps
 
 HEADS, WIDTH = 4, 8
 
@@ -275,91 +272,6 @@ def test_options_and_meshes_that_are_none_are_refused():
       nxp.parallel.context_attention(heads_axis="hd")(x, x, x)
     with pytest.raises(SchemeError, match="8 devices along context and heads"):
       attend(*[jnp.ones((2, 12, 4, WIDTH))] * 3)
-
-
-# Models.
-
-
-class Block(nnx.Module):
-  def __init__(self, attend, rngs):
-    self.norm = nnx.LayerNorm(32, rngs=rngs)
-    options = {} if attend is None else {"attention_fn": attend}
-    self.attention = nnx.MultiHeadAttention(HEADS, 32, decode=False, rngs=rngs, **options)
-    self.up = nnx.Linear(32, 64, rngs=rngs)
-    self.down = nnx.Linear(64, 32, rngs=rngs)
-
-  def __call__(self, x):
-    x = x + self.attention(self.norm(x), is_causal=True)
-    return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Decoder(nnx.Module):
-  def __init__(self, attend, rngs, layers=3, remat=False):
-    self.embed = nnx.Embed(48, 32, rngs=rngs)
-    self.place = nnx.Embed(64, 32, rngs=rngs)
-    self.blocks = nnx.List([Block(attend, rngs) for _ in range(layers)])
-    self.head = nnx.Linear(32, 48, rngs=rngs)
-    self.remat = remat
-
-  def __call__(self, tokens, positions):
-    x = self.embed(tokens) + self.place(positions)
-    for block in self.blocks:
-      x = nnx.remat(Block.__call__)(block, x) if self.remat else block(x)
-    return self.head(x)
-
-
-def decoder_loss(model, batch):
-  logits = model(batch["tokens"], batch["positions"])
-  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-
-def sequences(length=32):
-  tokens = np.random.default_rng(1).integers(0, 48, (4, length + 1))
-  positions = np.broadcast_to(np.arange(length), (4, length))
-  return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
-
-
-def trained(make, mesh, rules, batch, steps=4, **options):
-  plan = nxp.plan(make, mesh, rules, optimizer=optax.adamw(1e-2))
-  return run_steps(plan, decoder_loss, [batch] * steps, **options).losses
-
-
-INPUTS = nxp.InputRules(map_2d=("batch", "seq"))
-
-
-@functools.cache
-def on_one_device():
-  make = lambda: Decoder(None, nnx.Rngs(0))
-  return trained(make, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate(), sequences())
-
-
-MODELS = {
-  "all to all": ({"data": 2, "context": 4}, {"how": "ulysses"}, {}, False),
-  "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
-  "rings of some heads": ({"data": 2, "context": 2, "heads": 2}, {"zigzag": True, "heads_axis": "heads"},
-    {"microbatches": 2}, False),
-  "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
-  "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"scan_layers": True, "remat": "full"}, False),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.usefixtures("compiled_here")
-@pytest.mark.parametrize("case", MODELS)
-def test_training_equals_one_device(case):
-  shape, options, step_options, remat = MODELS[case]
-  attend = nxp.parallel.context_attention(causal=True, block=4, **options)
-  batch = sequences()
-  if options.get("zigzag"):
-    batch = nxp.parallel.zigzag(batch, shape["context"])
-  batch_axis = "data" if "data" in shape else "fsdp"
-  fallback = nxp.fsdp("fsdp", min_size=0) if "fsdp" in shape else nxp.replicate()
-  places = ("context", "heads") if "heads" in shape else "context"
-  rules = [nxp.LogicalRules(batch=batch_axis, seq=places), INPUTS, fallback]
-  make = lambda: Decoder(attend, nnx.Rngs(0), remat=remat)
-  losses = trained(make, nxp.make_mesh(shape), rules, batch, **step_options)
-  np.testing.assert_allclose(losses, on_one_device(), rtol=2e-5)
 
 
 FUSED = {

@@ -409,22 +409,6 @@ def test_padding_has_no_experts_and_counts_nowhere(explicit):
   assert (float(nothing.auxiliary_loss), float(nothing.z_loss), int(nothing.load.sum())) == (0, 0, 0)
 
 
-def test_a_bias_that_follows_the_loads_balances_them():
-  logits = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32) + np.linspace(2, 0, 8)
-
-  @jax.jit
-  def next_bias(bias):
-    routing = nxp.parallel.route(logits, 2, score="sigmoid", bias=bias)
-    return nxp.parallel.balanced_bias(bias, routing.load, 0.005), routing.load
-
-  bias, loads = jnp.zeros(8), []
-  for _ in range(200):
-    bias, load = next_bias(bias)
-    loads.append(np.asarray(load))
-  assert loads[0].max() > 1.8 * loads[0].mean()
-  assert loads[-1].max() < 1.2 * loads[-1].mean()
-
-
 def up(p, rows, sizes):
   return rows @ p["up"].sum(0)
 

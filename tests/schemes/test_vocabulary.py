@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import P
 
 import nnx_parallel as nxp
 from benchmarks import vocabulary as benchmark
 from nnx_parallel.errors import SchemeError
-from training import run_steps
 
 RANDOM = np.random.default_rng(0)
 MESHES = {
@@ -131,54 +129,6 @@ def test_a_look_up_is_that_of_the_whole_table(mesh, rows, explicit):
     close(f(table), wanted)
     outside = nxp.parallel.vocabulary_embedding(table, jnp.array([[0, rows], [-1, 1]]))
   assert np.isnan(np.asarray(outside)).all(-1).tolist() == [[False, True], [True, False]]
-
-
-class Model(nnx.Module):  # Embedding, one layer, head; by whole logits, or by the scheme
-  def __init__(self, vocab, rngs, tied=False):
-    names = {"embedding_metadata": {"out_sharding": ("vocab", "embed"), "eager_sharding": False}}
-    self.embed = nnx.Embed(vocab, 8, rngs=rngs, **names)
-    self.layer = nnx.Linear(8, 8, rngs=rngs)
-    kernel = {"kernel_metadata": {"out_sharding": ("embed", "vocab"), "eager_sharding": False}}
-    self.head = None if tied else nnx.Linear(8, vocab, use_bias=False, rngs=rngs, **kernel)
-
-
-def plain_loss(model, batch):
-  x = jnp.tanh(model.layer(model.embed(batch["x"])))
-  logits = model.embed.attend(x) if model.head is None else model.head(x)
-  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-
-
-def scheme_loss(model, batch):
-  x = jnp.tanh(model.layer(nxp.parallel.vocabulary_embedding(model.embed.embedding, batch["x"])))
-  head = model.embed.embedding[...].T if model.head is None else model.head.kernel
-  return nxp.parallel.vocabulary_cross_entropy(x, head, batch["y"], parts=2).mean()
-
-
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", vocab="tensor")
-
-
-def batch_of(vocab):
-  return {name: RANDOM.integers(0, vocab, (8, 6)).astype(np.int32) for name in "xy"}
-
-
-def losses_of(loss, plan, batch, steps=5, **options):
-  return run_steps(plan, loss, [batch] * steps, **options).losses
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(("vocab", "uneven", "tied", "explicit"), [
-  (48, "error", False, True), (37, "pad", True, False), (37, "pad", False, True), (48, "error", True, True),
-])  # fmt: skip
-def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explicit):
-  init, batch = (lambda: Model(vocab, nnx.Rngs(0), tied)), batch_of(vocab)
-  alone = nxp.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-  one = nxp.plan(init, alone, RULES, optimizer=optax.sgd(0.5))
-  rules = {"rules": RULES, "optimizer": optax.sgd(0.5), "uneven": uneven}
-  plan = nxp.plan(init, nxp.make_mesh(MESHES["data, fsdp, tensor"], explicit=explicit), **rules)
-  wanted = losses_of(plain_loss, one, batch)
-  close(losses_of(scheme_loss, plan, batch), wanted)
-  close(losses_of(scheme_loss, plan, batch, microbatches=2), wanted)
 
 
 # The TPU compiler makes an all-reduce of a small reduce-scatter, of 64 KiB for example.

@@ -1,52 +1,13 @@
-"""Dropout draws what one device does on every jit layout; in manual code each data shard draws its own."""
+"""Random numbers in manual code: each data shard draws its own. Layouts of jit: `tests/test_matrix.py`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import P
 
 import nnx_parallel as nxp
-from nnx_parallel.testing import assert_same_training, with_gradient_norms
-from train import models
-from train.models import RULES
-
-
-class Net(models.Net):  # Noise on the input, dropout in the middle
-  def __init__(self, rngs):
-    super().__init__(rngs, 8, 32)
-    self.dropout = nnx.Dropout(0.5, rngs=rngs)
-    self.noise = rngs.noise.fork()
-
-  def __call__(self, x):
-    x = x + 0.1 * self.noise.normal(x.shape)
-    return self.down(self.dropout(nnx.relu(self.up(x))))
-
-
-init = lambda: Net(nnx.Rngs(0))
-loss_fn = lambda model, x: jnp.square(model(x) - x).mean()
-BATCHES = list(np.random.default_rng(0).normal(size=(3, 16, 8)).astype(np.float32))
-
-
-def plan_on(*sizes):
-  axes = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[: int(np.prod(sizes))])
-  return nxp.plan(init, mesh, RULES, optimizer=with_gradient_norms(optax.adam(1e-2)))
-
-
-def explicit_plan():
-  # Stock layers cannot contract a split dim on Explicit axes, so the kernels stay whole.
-  rules = nxp.LogicalRules(batch="data", embed=None, mlp=None)
-  tx = with_gradient_norms(optax.adam(1e-2))
-  return nxp.plan(init, nxp.make_mesh(data=8, explicit=True), rules, optimizer=tx)
-
-
-def test_dropout_and_noise_equal_one_device():
-  plans = {"dp x fsdp x tp": plan_on(2, 2, 2), "explicit": explicit_plan()}
-  assert_same_training(loss_fn, plans, BATCHES)
-
 
 MESH = {"data": 4, "tensor": 2}
 

@@ -135,48 +135,6 @@ def test_a_student_gets_one_devices_gradients_beside_a_teacher_whose_plan_has_ot
   np.testing.assert_allclose(norms(nxp.make_mesh(data=2, fsdp=2, tensor=2), OTHERS[other]), wanted, rtol=1e-5)
 
 
-class Painter(nnx.Module):
-  def __init__(self, rngs):
-    self.up = nnx.Linear(8, 64, rngs=rngs)
-    self.grow = nnx.ConvTranspose(4, 4, (4, 4), strides=(2, 2), rngs=rngs)
-
-  def __call__(self, z):
-    return self.grow(nnx.relu(self.up(z)).reshape(-1, 4, 4, 4))
-
-
-class Critic(nnx.Module):
-  def __init__(self, rngs):
-    self.first = nnx.Conv(4, 8, (4, 4), strides=2, rngs=rngs)
-    self.second = nnx.Conv(8, 16, (4, 4), strides=2, rngs=rngs)
-    self.last = nnx.Linear(64, 1, rngs=rngs)
-
-  def __call__(self, x):
-    x = nnx.leaky_relu(self.second(nnx.leaky_relu(self.first(x))))
-    return self.last(x.reshape(len(x), -1))
-
-
-@pytest.mark.slow
-def test_a_loss_reads_weights_that_an_earlier_loss_has_changed_as_on_one_device():
-  losses = {
-    "critic": lambda models, z: jax.nn.softplus(models["critic"](models["painter"](z))).mean(),
-    "painter": lambda models, z: jax.nn.softplus(-models["critic"](models["painter"](z))).mean(),
-  }
-  inits = {"painter": lambda: Painter(nnx.Rngs(0)), "critic": lambda: Critic(nnx.Rngs(1))}
-
-  def norms(mesh, rules):
-    tx = nxp.testing.with_gradient_norms(optax.sgd(0.1))
-    plans = {key: nxp.plan(init, mesh, rules, optimizer=tx) for key, init in inits.items()}
-    made = {key: placed(plan) for key, plan in plans.items()}
-    models, optimizers = ({key: pair[n] for key, pair in made.items()} for n in range(2))
-    z = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
-    nxp.train_step(losses)(models, optimizers, nxp.shard_batch(z, plans["painter"]))
-    return np.concatenate([np.asarray(x.opt_state.norms[...]) for x in optimizers.values()])
-
-  wanted = norms(nxp.make_mesh(fsdp=1, devices=jax.devices()[:1]), nxp.replicate())
-  rules = [nxp.presets.layers(), nxp.presets.fsdp_tensor(min_size=64)]
-  np.testing.assert_allclose(norms(nxp.make_mesh(data=2, fsdp=2, tensor=2), rules), wanted, rtol=1e-4)
-
-
 EXAMPLES = "split the examples differently"
 
 
