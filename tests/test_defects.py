@@ -1,13 +1,11 @@
 """The table of defects names tests that exist; and tests of those that have no better place."""
 
-import itertools
 import json
 import re
 import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -153,14 +151,6 @@ def test_a_process_without_stdout_prints_nothing(monkeypatch):
   monkeypatch.setattr(sys, "stdout", None)
   print_text("text")
   assert page_width() > 0
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_one_of_equal_logits_is_drawn(dtype):
-  for k, n in itertools.product((1, 2), (0, 1)):
-    keys = jax.random.split(jax.random.key(n), 16)
-    drawn = nxp.Sampling(temperature=1.0, top_k=k).choose(jnp.ones((16, 24), dtype), keys)
-    assert set(np.asarray(drawn).tolist()) <= set(range(k))
 
 
 def test_parts_of_a_loss_are_no_more_than_its_tokens():

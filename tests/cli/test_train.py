@@ -20,8 +20,17 @@ from flax import nnx
 import nnx_parallel as nxp
 
 
+class Layer(nnx.Linear):
+  def __init__(self, *sizes, rngs, **options):
+    super().__init__(*sizes, rngs=rngs, **options)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.dropout(super().__call__(x))
+
+
 def init():
-  return nnx.Linear(8, 8, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("rows", "columns")})
+  return Layer(8, 8, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("rows", "columns")})
 
 
 def optimizer():
@@ -141,30 +150,14 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny, c
   assert losses("parts") == losses("straight")
 
 
-DROPOUT = TINY.replace(
-  "def init():",
-  """class Layer(nnx.Linear):
-  def __init__(self, *args, rngs, **options):
-    super().__init__(*args, rngs=rngs, **options)
-    self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-  def __call__(self, x):
-    return self.dropout(super().__call__(x))
-
-
-def init():""",
-).replace("return nnx.Linear(", "return Layer(")
-
-
 @pytest.mark.cases(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["dropout.py", "digits"])
-def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypatch, capsys):
-  monkeypatch.chdir(tmp_path)
-  Path("dropout.py").write_text(DROPOUT)
+@pytest.mark.parametrize("recipe", ["tiny.py", "digits"])
+@pytest.mark.usefixtures("tiny")
+def test_weights_of_others_are_trained_and_given_back(recipe, capsys):
   mesh = ["--mesh", "data=1", "--devices", "1"]
   train = ["train", recipe, *mesh, "--steps", "1", "--quiet", "--checkpoint"]
-  train[2:2] = [] if recipe == "dropout.py" else ["--batch", "4"]
+  train[2:2] = [] if recipe == "tiny.py" else ["--batch", "4"]
   assert cli.main([*train, "first"]) == 0
   assert cli.main(["export", "first", "weights", recipe, *mesh]) == 0
   assert cli.main(["import", "weights", "tuned", recipe, *mesh]) == 0

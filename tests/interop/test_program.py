@@ -14,7 +14,6 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.program import export_program, load_program
-from tests.decode import test_generate as plain
 
 ROOT = Path(__file__).resolve().parents[2]
 AXES = {"fsdp": 4, "tensor": 2}
@@ -87,22 +86,6 @@ def test_another_process_computes_the_same(tmp_path, explicit):
     np.testing.assert_array_equal(found["y"], np.asarray(expected["y"][0], np.float32))
     np.testing.assert_array_equal(found["calls"], np.full(16, n + 1))
     np.testing.assert_array_equal(found["drawn"], expected["drawn"])
-
-
-def test_a_generator(tmp_path):
-  axes = plain.LAYOUTS["both"]
-  model = nxp.create_sharded_model(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))
-  generate = nxp.generator(plain.NEW, sampling=plain.DRAWN)
-  export_program(tmp_path / "generate.zip", generate, model, plain.PROMPTS)
-  served = load_program(tmp_path / "generate.zip").load(nnx.state(model))
-  key, numbers = jax.random.key(7), np.arange(plain.BATCH)
-  before = served.weights["blocks"][0]["attention"]["cached_key"]
-  assert before.sharding.shard_shape(before.shape)[2] == 4
-  for _ in range(2):
-    found = served(plain.PROMPTS, plain.LENGTHS, numbers, key)
-    pairs = zip(found["tokens"], found["lengths"], strict=True)
-    assert [tokens[:length].tolist() for tokens, length in pairs] == plain.expected(plain.DRAWN, ())
-  assert before.is_deleted()
 
 
 def test_errors(tmp_path):

@@ -462,19 +462,6 @@ sys.stdin.read()
     assert fit(steps=1, checkpointer=checkpointer).step == 1
 
 
-def test_a_run_goes_on_behind_a_step_that_lost_its_manifest(tmp_path):
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    fit(steps=3, checkpointer=checkpointer, save_every=1)
-  (tmp_path / "3" / "nnx_parallel.json").unlink()
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    with (
-      pytest.warns(UserWarning, match="step 3 was passed over"),
-      pytest.warns(UserWarning, match=r"continues from step 2, so the later steps \[3\]"),
-    ):
-      fit(steps=4, checkpointer=checkpointer, save_every=1, resume="latest")
-    assert checkpointer.steps() == [1, 2, 3, 4]
-
-
 def test_a_folder_of_another_program_is_refused_before_the_first_step(tmp_path):
   (tmp_path / "2").mkdir()
   (tmp_path / "2" / "thesis.txt").touch()

@@ -1,6 +1,5 @@
 """Sums of metrics: exact weights, on device, beside those of flax; where they are written."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -83,22 +82,3 @@ def test_evaluate_weighs_exactly_too(run):
   (whole,) = [nxp.evaluate(nxp.eval_step(loss_fn, outputs=("rows",)), model, [nxp.shard_batch(both, plan)])]
   found = nxp.evaluate(nxp.eval_step(loss_fn, pairs=True, outputs=("rows",)), model, batches)
   assert found == pytest.approx(whole, rel=2e-6)
-
-
-def test_metrics_of_flax_take_what_steps_return(run):
-  plan, model, optimizer, data, _ = run
-  step = nxp.train_step(lambda m, b: (m(b["x"]).mean(), {"logits": m(b["x"])}), outputs=("logits",))
-  metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
-  rows, losses = [], []
-  for host in data:
-    batch = nxp.shard_batch(host, plan)
-    labels = nxp.shard_batch(np.zeros(len(host["w"]), np.int32), plan)
-    found = step(model, optimizer, batch)
-    with jax.numpy_dtype_promotion("standard"):  # flax adds bools, int32 and float32
-      metrics.update(loss=found["loss"], logits=found["logits"], labels=labels)
-    rows.append(nxp.hosts.to_host(found["logits"]).argmax(-1) == 0)
-    losses.append(float(found["loss"]))
-  with jax.numpy_dtype_promotion("standard"):
-    computed = nxp.hosts.to_host(metrics.compute())
-  assert computed["accuracy"] == pytest.approx(np.concatenate(rows).mean())
-  assert computed["loss"] == pytest.approx(np.mean(losses))

@@ -135,34 +135,20 @@ def test_a_student_gets_one_devices_gradients_beside_a_teacher_whose_plan_has_ot
   np.testing.assert_allclose(norms(nxp.make_mesh(data=2, fsdp=2, tensor=2), OTHERS[other]), wanted, rtol=1e-5)
 
 
-EXAMPLES = "split the examples differently"
+WAYS = {
+  "examples": [nxp.LogicalRules(batch=axes) for axes in ("data", ("data", "fsdp"))],
+  "inputs": [nxp.InputRules(map_2d=("data", axis)) for axis in (None, "tensor")],
+  "positions": [nxp.LogicalRules(batch="data", seq=axis) for axis in ("tensor", "fsdp")],
+}
 
 
-@pytest.mark.parametrize(
-  ("rules", "other", "said"),
-  [
-    (nxp.LogicalRules(batch="data"), nxp.LogicalRules(batch=("data", "fsdp")), EXAMPLES),
-    (nxp.LogicalRules(batch=None), nxp.LogicalRules(batch="data"), EXAMPLES),
-    (nxp.fsdp("x"), nxp.fsdp("y"), EXAMPLES),
-    (
-      nxp.InputRules(map_2d=("data", None)),
-      nxp.InputRules(map_2d=("data", "tensor")),
-      "split the inputs differently",
-    ),
-    (
-      nxp.LogicalRules(batch="data", seq="tensor"),
-      nxp.LogicalRules(batch="data", seq="fsdp"),
-      "split the positions differently",
-    ),
-  ],
-)  # fmt: skip
-def test_models_whose_plans_split_the_batch_differently_are_an_error(rules, other, said):
-  axes = {"x": 2, "y": 4} if isinstance(rules, type(nxp.fsdp())) else {"data": 2, "fsdp": 2, "tensor": 2}
-  mesh = nxp.make_mesh(**axes)
-  plans = [nxp.plan(teacher, mesh, x, optimizer=optax.sgd(0.1)) for x in (rules, other)]
+@pytest.mark.parametrize("what", WAYS)
+def test_models_whose_plans_split_the_batch_differently_are_an_error(what):
+  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  plans = [nxp.plan(teacher, mesh, rules, optimizer=optax.sgd(0.1)) for rules in WAYS[what]]
   (a, optimizer), (b, _) = map(placed, plans)
   step = nxp.train_step(lambda models, x: ((models["a"](x) - models["b"](x)) ** 2).mean())
-  with pytest.raises(nxp.errors.TrainError, match=said) as caught:
+  with pytest.raises(nxp.errors.TrainError, match=f"split the {what} differently") as caught:
     step({"a": a, "b": b}, {"a": optimizer}, np.ones((8, 16), np.float32))
   assert "make each plan with the same rule" in str(caught.value)
 
