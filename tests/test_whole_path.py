@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import jax
 import numpy as np
@@ -42,12 +43,13 @@ MESHES = {
   "data1_fsdp4_tensor1": ({"data": 1, "fsdp": 4, "tensor": 1}, 4),
   "rows2_columns4": ({"rows": 2, "columns": 4}, 8),  # other axis names
   "one_device": ({"data": 1, "fsdp": 1, "tensor": 1}, 1),
+  "explicit": ({"data": 2, "fsdp": 2, "tensor": 2}, 8),
 }
 
 
 def plan_on(name):
   axes, count = MESHES[name]
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[:count])
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[:count], explicit=name == "explicit")
   return nxp.plan(init, mesh, RULES, optimizer=optax.adamw(1e-2))
 
 
@@ -67,14 +69,14 @@ def saved(tmp_path_factory):
     losses_of(model, optimizer, plan, 0, 3)
     directory = tmp_path_factory.mktemp(name)
     with nxp.Checkpointer(directory) as checkpointer:
-      checkpointer.save(3, model, optimizer)
+      checkpointer.save(3, model, optimizer, plan=plan)
     return directory, losses_of(model, optimizer, plan, 3, 3)
 
   return run
 
 
 # Each mesh once as the origin and once as the target; any pair of meshes: checkpoint/test_promises.py.
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("origin", "target"), [*itertools.pairwise([*MESHES, next(iter(MESHES))])])
 def test_restore_on_any_mesh_continues_the_run(saved, origin, target):
   directory, expected = saved(origin)
@@ -82,6 +84,7 @@ def test_restore_on_any_mesh_continues_the_run(saved, origin, target):
   with nxp.Checkpointer(directory) as checkpointer:
     model, optimizer = checkpointer.restore(plan)
   nxp.check_layout(model, plan, optimizer=optimizer)
+  assert nxp.Plan.from_json(json.dumps(checkpointer.restored.plan)).to_json() == plan_on(origin).to_json()
   assert int(optimizer.step[...]) == 3
   np.testing.assert_allclose(losses_of(model, optimizer, plan, 3, 3), expected, rtol=1e-5)
 

@@ -4,7 +4,7 @@ Told here, or in the test that is named:
 
 | what hurt | test |
 |---|---|
-| restore brings back the saved layout | test_restore: test_any_mesh_into_any_other |
+| restore brings back the saved layout | test_whole_path: test_restore_on_any_mesh_continues_the_run |
 | PRNG keys; `Cannot interpret 'key<fry>'` | test_restore: test_everything_a_run_is; here |
 | silent partial restore | here; by name: test_diff: test_partial_only_by_name |
 | host memory blows up | test_memory; predicted: test_diff: test_a_fit_predicts_bytes |

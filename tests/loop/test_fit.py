@@ -324,25 +324,6 @@ def test_a_profile_of_two_steps(tmp_path):
     fake([], profile=(3, 2))
 
 
-def test_arrays_go_to_trackers_and_a_step_of_your_own_works():
-  model = nxp.create_sharded_model(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), plan().mesh)
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-  @nnx.jit
-  def step(model, optimizer, x):
-    loss, grads = nnx.value_and_grad(lambda m: jnp.square(m(x)).mean())(model)
-    optimizer.update(model, grads)
-    return {"loss": loss, "rows": x.sum(-1)}
-
-  seen, batches = [], [np.ones((16, 4), np.float32)] * 3
-  options = {"plan": plan(), "progress": False, "trackers": [lambda n, v: seen.append(v)]}
-  result = nxp.fit(step, model, optimizer, batches, **options)
-  assert result.history[-1]["loss"] < result.history[0]["loss"]
-  assert "rows" not in result.history[0]
-  assert isinstance(seen[0]["rows"], np.ndarray)
-  assert seen[0]["rows"].tolist() == [4.0] * 16
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_step_and_ends_the_run(tmp_path, capfd, number):
   came = []
