@@ -13,7 +13,7 @@ X = jnp.arange(16.0).reshape(4, 4)
 
 
 def _layer(x, mask):
-  return jnp.where(mask, x, -x)
+  return jnp.where(mask.astype(bool), x, -x)
 
 
 _layer.__name__ = f"{MARK}layer"
@@ -40,7 +40,12 @@ def of_an_array_that_the_model_holds(x):
   return layer(layer(x, mask), mask)
 
 
-@pytest.mark.parametrize("run", [of_positions, in_turn, of_an_array_that_the_model_holds])
+def of_angles(x):
+  table = jnp.cos(jnp.arange(4.0))[:, None]  # no comparison made it
+  return layer(layer(x, table), table)
+
+
+@pytest.mark.parametrize("run", [of_positions, in_turn, of_angles, of_an_array_that_the_model_holds])
 def test_equal_layers_stay_equal_and_compute_the_same(run):
   traced = jax.make_jaxpr(run)(X)
   found = traced.replace(jaxpr=sink_masks(traced.jaxpr))
@@ -48,9 +53,9 @@ def test_equal_layers_stay_equal_and_compute_the_same(run):
   np.testing.assert_array_equal(as_function(found)(X)[0], run(X))
 
 
-@pytest.mark.parametrize(("run", "inside"), [(of_positions, True), (in_turn, False)])
+@pytest.mark.parametrize(("run", "inside"), [(of_positions, True), (in_turn, False), (of_angles, False)])
 def test_a_mask_is_made_inside_if_all_calls_receive_the_same(run, inside):
   found = sink_masks(jax.make_jaxpr(run)(X).jaxpr)
   layers = [program_of(eqn).jaxpr for eqn in found.eqns if is_marked(eqn)]
-  made = [any(eqn.primitive.name == "ge" for eqn in body.eqns) for body in layers]
+  made = [any(eqn.primitive.name in ("ge", "cos") for eqn in body.eqns) for body in layers]
   assert made == [inside] * len(layers)
