@@ -54,12 +54,13 @@ class RematNet(Net):  # The same, whose convolutions are a layer that can be rec
 loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
-def batch_of(examples: int) -> dict[str, np.ndarray]:
+def drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:
   rng = np.random.default_rng(0)
-  return {
-    "x": rng.normal(size=(examples, 6, 6, 3)).astype("float32"),
-    "y": rng.normal(size=(examples, 4)).astype("float32"),
-  }
+  return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def batch_of(examples: int) -> dict[str, np.ndarray]:
+  return dict(zip("xy", drawn((examples, 6, 6, 3), (examples, 4)), strict=True))
 
 
 def gradients(
@@ -115,12 +116,15 @@ def convolve(kernel: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
   return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=numbers, **options)
 
 
+DEPTHWISE = drawn((3, 1, 8), (8, 6, 8))
+depthwise_loss = lambda kernel, x: (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
+
+
 @pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_batch_groups_written_by_the_user() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
   loss = lambda kernel, x: (jnp.sin(convolve(kernel, x, batch_group_count=2)) ** 2).mean()
-  rng = np.random.default_rng(0)
-  kernel, x = rng.normal(size=(3, 8, 4)).astype("float32"), rng.normal(size=(8, 6, 8)).astype("float32")
+  kernel, x = drawn((3, 8, 4), (8, 6, 8))
   expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(kernel, x)
   placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
   found = jax.jit(with_correct_convolutions(jax.value_and_grad(loss, (0, 1)), mesh))(kernel, placed)
@@ -144,8 +148,7 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
     step = lambda x, _: (jax.checkpoint(scaled)(convolve(kernel, x, feature_group_count=4)), None)
     return jax.lax.scan(step, x, None, length=2)[0].sum()
 
-  rng = np.random.default_rng(0)
-  kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
+  kernel, x = drawn((3, 1, 4), (8, 6, 4))
   placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
   found = jax.jit(with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
   np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
@@ -155,7 +158,6 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
 @pytest.mark.parametrize("axes", [{"data"}, {"data", "model"}])
 def test_a_shard_map_that_leaves_axes_to_xla_is_refused(axes: set[str]) -> None:
   mesh = nxp.make_mesh(data=2, model=4)
-  kernel, x = operands(mesh, PartitionSpec("data"))
 
   def of_shard(kernel: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.psum(jax.grad(depthwise_loss)(kernel, x), "data")
@@ -166,20 +168,19 @@ def test_a_shard_map_that_leaves_axes_to_xla_is_refused(axes: set[str]) -> None:
   )
   run = jax.jit(with_correct_convolutions(mapped, mesh))
   if axes == {*mesh.axis_names}:
-    assert np.isfinite(run(kernel, x)).all()
+    assert np.isfinite(run(*DEPTHWISE)).all()
     return
   with pytest.raises(TrainError, match=r"shard_map over \['data'\], which leaves model to XLA"):
-    run(kernel, x)
+    run(*DEPTHWISE)
 
 
 @pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_convolution_in_a_program_that_cannot_be_traced_anew_is_refused() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
-  kernel, x = operands(mesh, PartitionSpec("data"))
   of_reference = jax.jit(lambda reference, x: jax.grad(depthwise_loss)(reference[...], x))
   run = with_correct_convolutions(lambda kernel, x: of_reference(jax.new_ref(kernel), x), mesh)
   with pytest.raises(TrainError, match="takes something else than arrays"):
-    jax.jit(run)(kernel, x)
+    jax.jit(run)(*DEPTHWISE)
 
 
 def test_the_plan_warns_those_who_compile_their_own_step() -> None:
