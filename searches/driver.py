@@ -173,14 +173,12 @@ def results(search: Any, given: argparse.Namespace) -> Iterator[tuple[Any, Resul
 def shrink(search: Any, given: argparse.Namespace, case: Any, wanted: Result) -> tuple[Any, Result]:
   """The smallest case reached that fails in the same way, and its result."""
   still = getattr(search, "still", lambda found, wanted: found["verdict"] == wanted["verdict"])
-  worker, again = Worker(search, given), True
+  worker = Worker(search, given)
+  again: Any = True
   while again:
-    again = False
-    for attempt in search.smaller(case):
-      found = worker.check(attempt)
-      if still(found, wanted):
-        case, wanted, again = attempt, found, True
-        break
+    tried = ((attempt, worker.check(attempt)) for attempt in search.smaller(case))
+    again = next((pair for pair in tried if still(pair[1], wanted)), None)
+    case, wanted = again or (case, wanted)
   worker.stop()
   return case, wanted
 

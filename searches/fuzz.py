@@ -14,9 +14,6 @@ all gradients, that of a loss by its size. One device also runs with parameters 
 *suspicious*. With float16 or bfloat16 inside, both bounds are 50 times that, and the difference of a loss is
 divided by its size plus 1: many of them are 1 plus a sum, which may cancel. A difference beyond them, but
 below 0.3, is decided by the same program in float32: in a sine, rounding became 9 %.
-
-The compiler ends the process on some programs: workers are forked, and the search goes on behind the one that
-died.
 """
 
 from __future__ import annotations
@@ -121,10 +118,6 @@ class Numbers:
   gradients: tuple[Arrays, Arrays]
 
 
-class Refused(Exception):
-  """The program has no such layout: an error that a user would see."""
-
-
 # One device.
 
 
@@ -139,25 +132,16 @@ def two_steps(step: Step, params: Arrays, batch: Arrays) -> Numbers:
 
 
 class Model:
-  """One model with its parameters, batch, and what one device makes of them."""
+  """One model with its parameters, its batch, and what one device makes of them."""
 
   def __init__(self, program: Program, seed: int):
-    self.program, self.seed = program, seed
-    self.params, self.batch = programs.values_of(program, seed)
-
-  @functools.cached_property
-  def step(self) -> Step:
-    return jax.value_and_grad(functools.partial(programs.loss_of, self.program))
-
-  @functools.cached_property
-  def reference(self) -> tuple[Numbers, dict[str, float]]:
-    """The right numbers, and for each of them what the last bit of the parameters changes."""
-    step = jax.jit(self.step)
-    right = two_steps(step, jax.device_put(self.params), self.batch)
-    rng = np.random.default_rng(self.seed)
+    self.program, (self.params, self.batch) = program, programs.values_of(program, seed)
+    self.step: Step = jax.value_and_grad(functools.partial(programs.loss_of, program))
+    step, rng = jax.jit(self.step), np.random.default_rng(seed)
+    self.right = two_steps(step, jax.device_put(self.params), self.batch)
     moved = {k: v * (1 + np.float32(1.2e-7) * rng.choice((-1, 1), v.shape)) for k, v in self.params.items()}
     near = two_steps(step, jax.device_put({k: v.astype(np.float32) for k, v in moved.items()}), self.batch)
-    return right, differences(right, near)
+    self.noise = differences(self.right, near)  # what the last bit of the parameters changes
 
 
 def differences(right: Numbers, found: Numbers, least: float = 1e-2) -> dict[str, float]:
@@ -185,7 +169,6 @@ def run_plain(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
 
 
 def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
-
   class Net(nnx.Module):
     def __init__(self) -> None:
       for name, value in model.params.items():
@@ -200,19 +183,15 @@ def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
   tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep)
   paths = nxp.PathRules([(name, tuple(spec_of(spec))) for name, spec in layout["specs"].items()])
   rules = [paths, nxp.LogicalRules(batch=tuple(layout["batch"]) or None)]
-  try:
-    plan = nxp.plan(Net, mesh, rules, optimizer=tx)
-    net, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(loss)
-    batch = nxp.shard_batch(model.batch, plan)
-    found: list[tuple[float, Arrays]] = []
-    for _ in range(2):
-      value = float(step(net, optimizer, batch)["loss"])
-      kept = nnx.to_pure_dict(nnx.state(optimizer.opt_state))
-      found.append((value, jax.device_get({name: kept[name] for name in model.params})))
-  except (nxp.NnxParallelError, TypeError, ValueError) as error:
-    raise Refused(f"{type(error).__name__}: {error}") from error
-  return Numbers((found[0][0], found[1][0]), (found[0][1], found[1][1]))
+  plan = nxp.plan(Net, mesh, rules, optimizer=tx)
+  net, optimizer = nxp.create_sharded_model(plan)
+  step, batch = nxp.train_step(loss), nxp.shard_batch(model.batch, plan)
+  found: list[tuple[float, Arrays]] = []
+  for _ in range(2):
+    value = float(step(net, optimizer, batch)["loss"])
+    kept = nnx.to_pure_dict(nnx.state(optimizer.opt_state))
+    found.append((value, jax.device_get({name: kept[name] for name in model.params})))
+  return Numbers(*zip(*found, strict=True))
 
 
 @functools.lru_cache(maxsize=1)
@@ -225,24 +204,25 @@ def model_of(seed: int, program: str) -> Model:
 def check(case: Case, given: argparse.Namespace) -> driver.Result:
   """Runs one program and compares it: `verdict`, and `off` by name where something is."""
   model = model_of(case.seed, json.dumps(case.program))
-  right, noise = model.reference
-  if not np.isfinite(right.losses).all() or max(noise.values()) > 1e-2:
+  if not np.isfinite(model.right.losses).all() or max(model.noise.values()) > 1e-2:
     return {"verdict": "unfit"}
+  sizes = case.layout["mesh"]
+  devices = np.array(jax.devices()[: int(np.prod([*sizes.values()]))]).reshape(*sizes.values())
+  kinds = (AxisType.Explicit if given.explicit else AxisType.Auto,) * len(sizes)
+  run, refusals = run_plain, ()
+  if given.step == "toolkit":  # it may have no such layout: an error that a user would see
+    run, refusals = run_toolkit, (nxp.NnxParallelError, TypeError, ValueError)
   jax.config.update("jax_use_shardy_partitioner", not given.gspmd)
   try:
-    run = run_toolkit if given.step == "toolkit" else run_plain
-    sizes = case.layout["mesh"]
-    devices = np.array(jax.devices()[: int(np.prod([*sizes.values()]))]).reshape(*sizes.values())
-    kinds = (AxisType.Explicit if given.explicit else AxisType.Auto,) * len(sizes)
     found = run(model, case.layout, Mesh(devices, tuple(sizes), axis_types=kinds))
-  except Refused as refused:
-    return {"verdict": "refused", "message": str(refused)[:300]}
+  except refusals as error:
+    return {"verdict": "refused", "message": f"{type(error).__name__}: {error}"[:300]}
   finally:
     jax.config.update("jax_use_shardy_partitioner", True)
   is_half = any(block.get("dtype") in ("bfloat16", "float16") for block in model.program["blocks"])
   low, least = (LOW, 1.0) if is_half else (1, 1e-2)
-  off = differences(right, found, least)
-  off = {name: value for name, value in off.items() if value > max(low * SUSPICIOUS, NOISE * noise[name])}
+  off = differences(model.right, found, least).items()
+  off = {name: value for name, value in off if value > max(low * SUSPICIOUS, NOISE * model.noise[name])}
   if is_half and off and max(off.values()) < ROUNDED:
     wide = [block | {"dtype": "float32"} if "dtype" in block else block for block in case.program["blocks"]]
     exact = check(dataclasses.replace(case, program={**case.program, "blocks": wide}), given)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -63,30 +64,20 @@ def bias(o: SimpleNamespace, dims: str, *shape: int) -> dict[str, Weight]:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """How an operation is drawn and run.
-
-  Attributes:
-    make: sizes and options -> its parameters, and a function of (parameters and batch, x).
-    options: what each option is drawn from; the first value is the plainest.
-    flat: whether it also works on (examples, width), without a length.
-    share: how often it is drawn, relative to the others.
-    normed: whether its option `norm` puts an RMS norm before it.
-  """
+  """How an operation is drawn and run: `make` gives its parameters and what is computed with them."""
 
   make: Callable[[SimpleNamespace], tuple[dict[str, Weight], Callable[[Arrays, Any], Any]]]
-  options: Mapping[str, Sequence[Any]]
-  flat: bool
-  share: float
-  normed: bool
+  options: Mapping[str, Sequence[Any]]  # what each is drawn from; the first value is the plainest
+  flat: bool  # whether it also works on (examples, width), without a length
+  share: float  # how often it is drawn, relative to the others
+  normed: bool  # whether its option `norm` puts an RMS norm before it
 
-  def weights(self, options: Options) -> dict[str, Weight]:
+  def made(self, options: Options) -> tuple[dict[str, Weight], Callable[[Arrays, Any], Any]]:
     o = SimpleNamespace(**options)
-    return self.make(o)[0] | (scale(o) if self.normed and o.norm else {})
-
-  def run(self, p: Arrays, x: Any, options: Options) -> Any:
-    o = SimpleNamespace(**options)
-    x = _rms(x) * p["s"] if self.normed and o.norm else x
-    return self.make(o)[1](p, x)
+    weights, run = self.make(o)
+    if self.normed and o.norm:
+      return weights | scale(o), lambda p, x: run(p, _rms(x) * p["s"])
+    return weights, run
 
 
 INPUTS: dict[str, Operation] = {}
@@ -98,7 +89,7 @@ BOTH = (False, True)
 
 def operation(table: dict[str, Operation], name: str, flat: bool = False, share: float = 1,
               normed: bool = False, **options: Sequence[Any]) -> Callable[[Any], Any]:  # fmt: skip
-  """Registers a function from options to parameters and what is computed with them."""
+  """Registers a function from options to parameters and what is computed with them and x."""
   return lambda make: table.setdefault(name, Operation(make, options, flat, share, normed))
 
 
@@ -240,11 +231,10 @@ def _rotated(x: Any) -> Any:
 
 
 def _convolve(x: Any, kernel: Any, stride: int = 1, dilation: int = 1, groups: int = 1) -> Any:
-  space = "HW"[2 - (x.ndim - 2) :]
-  numbers, ones = ("N" + space + "C", space + "IO", "N" + space + "C"), (1,) * len(space)
-  options = {"rhs_dilation": tuple(dilation * n for n in ones), "feature_group_count": groups}
-  strides = tuple(stride * n for n in ones)
-  return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=numbers, **options)
+  space, each = "HW"[4 - x.ndim :], x.ndim - 2
+  numbers = f"N{space}C", f"{space}IO", f"N{space}C"
+  options = {"rhs_dilation": (dilation,) * each, "feature_group_count": groups, "dimension_numbers": numbers}
+  return jax.lax.conv_general_dilated(x, kernel, (stride,) * each, "SAME", **options)
 
 
 @operation(BLOCKS, "conv", share=1.5, taps=(3, 1), two=BOTH, stride=(1, 2), dilation=(1, 2), norm=BOTH)
@@ -420,9 +410,8 @@ def _shift(o: SimpleNamespace) -> Any:
 @operation(BLOCKS, "half", flat=True, share=0.5, dtype=("bfloat16", "float16"))
 def _half(o: SimpleNamespace) -> Any:
   def run(p: Arrays, x: Any) -> Any:
-    low = jnp.dtype(o.dtype)
-    y = jax.nn.gelu(x.astype(low) @ p["up"].astype(low)) @ p["down"].astype(low)
-    return y.astype(x.dtype)
+    low, up, down = (y.astype(o.dtype) for y in (x, p["up"], p["down"]))
+    return (jax.nn.gelu(low @ up) @ down).astype(x.dtype)
 
   return pair(o), run
 
@@ -454,19 +443,10 @@ def _experts(o: SimpleNamespace) -> Any:
   return weights, run
 
 
-@jax.custom_vjp
-def _product(x: Any, w: Any) -> Any:
-  return x @ w
-
-
+_product = jax.custom_vjp(operator.matmul)
 _product.defvjp(lambda x, w: (x @ w, (x, w)), lambda k, g: (g @ k[1].T, jnp.einsum("...d,...f->df", k[0], g)))
 
-
-@jax.custom_vjp
-def _scaled(x: Any, s: Any) -> Any:
-  return x * s
-
-
+_scaled = jax.custom_vjp(operator.mul)
 _scaled.defvjp(lambda x, s: (x * s, (x, s)), lambda k, g: (g * k[1], (g * k[0]).sum((*range(g.ndim - 1),))))
 
 
@@ -563,15 +543,12 @@ def _nested(o: SimpleNamespace) -> Any:
 
 @operation(BLOCKS, "custom gradient in a loop", flat=True, kind=("scan", "fori", "map"), count=(2, 3))
 def _custom_in_a_loop(o: SimpleNamespace) -> Any:
-  def step(x: Any, w: Any) -> Any:
-    return jnp.tanh(_product(x, w))
-
   def run(p: Arrays, x: Any) -> Any:
     if o.kind == "scan":
-      return jax.lax.scan(lambda x, w: (step(x, w), None), x, p["w"])[0]
+      return jax.lax.scan(lambda x, w: (jnp.tanh(_product(x, w)), None), x, p["w"])[0]
     if o.kind == "fori":
-      return jax.lax.fori_loop(0, o.count, lambda n, x: step(x, p["w"][n]), x)
-    return jax.lax.map(lambda w: step(x, w), p["w"]).mean(0)
+      return jax.lax.fori_loop(0, o.count, lambda n, x: jnp.tanh(_product(x, p["w"][n])), x)
+    return jax.lax.map(lambda w: jnp.tanh(_product(x, w)), p["w"]).mean(0)
 
   return {"w": weight("- embed mlp", o.count, o.width, o.width, fan=o.width)}, run
 
@@ -660,15 +637,13 @@ def _draw(rng: random.Random, table: Mapping[str, Operation], flat: bool) -> dic
 
 def _parts(program: Program) -> list[tuple[str, Operation, dict[str, Any]]]:
   """The pieces of a program in order: the prefix of their parameters, the operation, and its options."""
-  sizes = program["sizes"]
-  parts = [("in", INPUTS, program["input"])]
-  parts += [(f"b{i}", BLOCKS, block) for i, block in enumerate(program["blocks"])]
-  parts += [("out", LOSSES, program["loss"])]
-  return [(prefix, table[piece["op"]], {**sizes, **piece}) for prefix, table, piece in parts]
+  blocks = ((f"b{i}", BLOCKS, block) for i, block in enumerate(program["blocks"]))
+  parts = ("in", INPUTS, program["input"]), *blocks, ("out", LOSSES, program["loss"])
+  return [(prefix, table[piece["op"]], {**program["sizes"], **piece}) for prefix, table, piece in parts]
 
 
 def weights_of(program: Program) -> dict[str, Weight]:
-  parts = ((prefix, op.weights(options)) for prefix, op, options in _parts(program))
+  parts = ((prefix, op.made(options)[0]) for prefix, op, options in _parts(program))
   return {f"{prefix}_{name}": found for prefix, weights in parts for name, found in weights.items()}
 
 
@@ -688,11 +663,9 @@ def loss_of(program: Program, params: Arrays, batch: Arrays) -> Any:
     own = {name.split("_", 1)[1]: p for name, p in params.items() if name.split("_", 1)[0] == prefix} | batch
     if options.get("tied"):
       own["table"] = params["in_table"]
-    y = op.run(own, x, options)
-    if prefix == "out":
-      return y
+    y = op.made(options)[1](own, x)
     x = x + y if options.get("residual") else y
-  raise AssertionError
+  return x
 
 
 # Layouts.
@@ -767,11 +740,11 @@ def _largest(shape: tuple[int, ...], mesh: Sizes, split: Sequence[str]) -> Spec:
 def _homes(rng: random.Random) -> dict[str, tuple[str, ...]]:
   """Mesh axes for each kind of dim, as rules of published models have them."""
   shards = rng.choice((("fsdp",), ("fsdp",), ("data", "fsdp")))
-  vocab = rng.choice((("tensor",), ("tensor",), ("tensor", "fsdp")))
-  norm = rng.choice(((), (), ("tensor",), shards))
-  expert = rng.choice(((), ("tensor",), ("fsdp",), ("data",)))
-  usual = {"embed": shards, "mlp": ("tensor",), "heads": ("tensor",), "layers": ()}
-  return usual | {"vocab": vocab, "norm": norm, "expert": expert}
+  return {"embed": shards, "mlp": ("tensor",), "heads": ("tensor",)} | {
+    "vocab": rng.choice((("tensor",), ("tensor",), ("tensor", "fsdp"))),
+    "norm": rng.choice(((), (), ("tensor",), shards)),
+    "expert": rng.choice(((), ("tensor",), ("fsdp",), ("data",))),
+  }
 
 
 def _by_role(found: Weight, mesh: Sizes, homes: Mapping[str, tuple[str, ...]]) -> Spec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from searches.programs import BLOCKS, INPUTS, LOSSES, Layout, Program, weights_of
@@ -15,7 +15,8 @@ LEAST = {"batch": 8, "hidden": 8, "width": 8, "length": 4}
 def smaller(program: Program, layout: Layout) -> Iterator[tuple[Program, Layout]]:
   """Each program that is one piece smaller and can be laid out, the largest pieces first."""
   for i in range(len(program["blocks"])):
-    yield from _fitting(_edited(program, lambda p, i=i: p["blocks"].pop(i)), _renumbered(layout, i))
+    rest = [block for n, block in enumerate(program["blocks"]) if n != i]
+    yield from _fitting({**program, "blocks": rest}, _renumbered(layout, i))
   for made in _smaller_programs(program):
     yield from _fitting(made, layout)
   for found in _smaller_layouts(layout):
@@ -47,7 +48,7 @@ def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
   """Without a mesh axis, with a shorter one, and with one axis less somewhere."""
   for axis, size in layout["mesh"].items():
     if mesh := {name: n for name, n in layout["mesh"].items() if name != axis}:
-      yield _edited({**layout, "mesh": mesh}, lambda p, a=axis: [_drop(axes, a) for axes in _lists(p)])
+      yield _without(axis, {**layout, "mesh": mesh})
     if size > 2:
       yield {**layout, "mesh": {**layout["mesh"], axis: 2}}
   for name, spec in layout["specs"].items():
@@ -55,20 +56,18 @@ def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
       yield {**layout, "specs": {**layout["specs"], name: [[] for _ in spec]}}
   for n, axes in enumerate(_lists(layout)):
     for axis in axes:
-      yield _edited(layout, lambda p, n=n, a=axis: _drop(_lists(p)[n], a))
+      yield _without(axis, layout, [n])
 
 
 def _lists(layout: Layout) -> list[list[str]]:
   return [layout["batch"], layout["length"], *(dim for spec in layout["specs"].values() for dim in spec)]
 
 
-def _drop(axes: list[str], axis: str) -> None:
-  axes[:] = [name for name in axes if name != axis]
-
-
-def _edited(tree: Any, edit: Callable[[Any], object]) -> Any:
-  made = copy.deepcopy(tree)
-  edit(made)
+def _without(axis: str, layout: Layout, where: list[int] | None = None) -> Layout:
+  made = copy.deepcopy(layout)
+  for n, axes in enumerate(_lists(made)):
+    if where is None or n in where:
+      axes[:] = [name for name in axes if name != axis]
   return made
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -229,11 +230,10 @@ def soak(given: argparse.Namespace, seed: int, root: Path) -> tuple[Run, collect
   until = time.monotonic() + 60 * given.minutes
 
   def strikes() -> None:
-    troubled = 0
+    troubles = itertools.cycle(TROUBLES)
     while not over.is_set() and done.total() < kills and time.monotonic() < until:
       if done.total() % 3 == 2 and run.training.wait(60) and not over.is_set():
-        run.trouble(kind := TROUBLES[troubled % len(TROUBLES)], over)
-        troubled += 1
+        run.trouble(kind := next(troubles), over)
         done[kind] += 1
         run.struck = None
         continue

@@ -30,9 +30,7 @@ import shutil
 import signal
 import socket
 import tempfile
-import threading
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -94,12 +92,8 @@ def saved_in(mode: str, step: int, placed: Callable[[dict[str, Any]], dict[str, 
   if mode != "several":
     return (placed(expected(step)),)
 
-  class Model(nnx.Module):
-    def __init__(self, values: dict[str, Any]):
-      for name, array in placed(values).items():
-        setattr(self, name, nnx.Param(array))
-
-  d, g = Model(expected(step)), Model(expected(step + 1000))
+  made = (placed(expected(n)) for n in (step, step + 1000))
+  d, g = (nnx.Dict({name: nnx.Param(array) for name, array in arrays.items()}) for arrays in made)
   of_d, of_g = (nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param) for model in (d, g))
   return {"d": d, "g": (g,)}, {"d": of_d, "g": (of_g,)}
 
@@ -130,6 +124,23 @@ def wrong(checkpointer: Any, step: int, mode: str = "") -> str:
       return f"wrong values in a model of step {step}"
   made = optimizers["d"].step[...] or optimizers["g"][0].step[...]
   return f"wrong optimizer in step {step}" if made else ""
+
+
+def next_job(directory: pathlib.Path, mode: str = "") -> tuple[list[int], str]:
+  """The steps that the next job finds, and what is wrong with them or with its save, which sweeps."""
+  there, problem = list[int](), ""
+  try:
+    checkpointer = nxp.Checkpointer(directory, max_to_keep=2)
+    there = checkpointer.steps()
+    for step in there:
+      problem = wrong(checkpointer, step, mode) or problem
+    new = (checkpointer.latest() or 0) + 1
+    checkpointer.save(new, *saved_in(mode, new, dict))
+    if litter := [path.name for path in directory.glob("*.nnx-*")]:
+      problem = f"litter stayed: {litter}"
+  except NnxParallelError as error:
+    problem = str(error)
+  return there, problem
 
 
 @contextlib.contextmanager
@@ -163,20 +174,10 @@ def kill_once(directory: pathlib.Path, mode: str, processes: int, saves: int, de
     while True:
       said.append(reports.recv())
   reported = max([before, *(step for step in said if isinstance(step, int))])
-  left, problem = "litter" if [*directory.glob("*.nnx-*")] else "nothing", ""
-  try:
-    checkpointer = nxp.Checkpointer(directory, max_to_keep=2)
-    found = checkpointer.latest() or 0
-    if found < reported:
-      problem = f"step {reported} was reported as saved, the latest is {found}"
-    for step in checkpointer.steps():
-      problem = wrong(checkpointer, step, mode) or problem
-    checkpointer.save(found + 1, *saved_in(mode, found + 1, dict))  # which sweeps, as the next job would
-    if litter := [path.name for path in directory.glob("*.nnx-*")]:
-      problem = f"litter stayed: {litter}"
-  except NnxParallelError as error:
-    problem = str(error)
-  return [left, problem]
+  left = "litter" if [*directory.glob("*.nnx-*")] else "nothing"
+  there, problem = next_job(directory, mode)
+  lost = f"step {reported} was reported as saved, of the steps {there}"
+  return [left, problem or ("" if reported <= max(there, default=0) else lost)]
 
 
 def kills(count: int, seed: int = 0) -> Found:
@@ -189,9 +190,8 @@ def kills(count: int, seed: int = 0) -> Found:
       directory.mkdir()
       for _ in range(index, count, len(kinds)):
         left, problem = kill_once(directory, mode, processes, rng.randrange(4), rng.uniform(0.0, 0.25))
-        kind = f"{mode}, {processes} process(es)"
         found["lost or wrong" if problem else f"left {left}"] += 1
-        problems += [f"{kind}: {problem}"] if problem else []
+        problems += [f"{mode}, {processes} process(es): {problem}"] if problem else []
   return found, problems
 
 
@@ -199,28 +199,20 @@ def kills(count: int, seed: int = 0) -> Found:
 def _interrupt_after(delay: float) -> Iterator[list[bool]]:
   """Presses Ctrl-C in the block; the list says whether it came. What the block raises is raised."""
   came: list[bool] = []
-  armed, main_thread = [True], threading.main_thread().ident
 
-  def handle(_: int, __: types.FrameType | None) -> None:
-    if armed:
-      armed.clear()
-      came.append(True)
-      raise KeyboardInterrupt
+  def press(*_: object) -> None:
+    came.append(True)
+    raise KeyboardInterrupt
 
-  before = signal.signal(signal.SIGINT, handle)
-  timer = threading.Timer(delay, lambda: signal.pthread_kill(main_thread, signal.SIGINT))
-  timer.start()
+  signal.signal(signal.SIGALRM, press)
+  signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))  # 0 would be never
   try:
     yield came
   finally:
-    armed.clear()
-    timer.cancel()
-    timer.join()
-    signal.signal(signal.SIGINT, before)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def interrupted_saves(count: int, seed: int = 0) -> Found:
-  """Presses Ctrl-C at random moments of saves, which must be there as a whole or not at all."""
   rng, found, problems = random.Random(seed), collections.Counter[str](), list[str]()
   with tempfile.TemporaryDirectory() as root:
     nxp.Checkpointer(root).save(0, expected(0))
@@ -230,25 +222,16 @@ def interrupted_saves(count: int, seed: int = 0) -> Found:
     for _ in range(count):
       checkpointer = nxp.Checkpointer(root, asynchronous=rng.random() < 0.5, max_to_keep=2)
       overwrite = rng.random() < 0.3
-      step, outcome, problem = last if overwrite else last + 1, "wrong", ""
+      step = last if overwrite else last + 1
       with contextlib.suppress(KeyboardInterrupt), _interrupt_after(rng.uniform(0, 1.2 * usual)) as came:
         checkpointer.save(step, expected(step), overwrite=overwrite)
         checkpointer.wait()
-      try:
-        checkpointer.close()
-        there = checkpointer.steps()
-        problem = next(filter(None, (wrong(checkpointer, one) for one in there)), "")
-        if last not in there or (not came and step not in there):
-          problem = f"of steps {last} and {step} there are {there}"
-        with nxp.Checkpointer(root, max_to_keep=2) as again:
-          last = max(there) + 1
-          again.save(last, expected(last))
-        if litter := [path.name for path in pathlib.Path(root).glob("*.nnx-*")]:
-          problem = f"litter stayed: {litter}"
-        outcome = "wrong" if problem else "saved" if step in there else "left out"
-      except NnxParallelError as error:
-        problem = str(error)
-      found[outcome] += 1
+      checkpointer.close()
+      there, problem = next_job(pathlib.Path(root))
+      if last not in there or (not came and step not in there):
+        problem = problem or f"of steps {last} and {step} there are {there}"
+      last = max(there, default=0) + 1
+      found["wrong" if problem else "saved" if step in there else "left out"] += 1
       problems += [f"step {step}: {problem}"] if problem else []
   return found, problems
 
@@ -258,22 +241,18 @@ def reader(reports: Connection, directory: str) -> None:
   found = collections.Counter[str]()
   while not reports.poll():
     checkpointer = nxp.Checkpointer(directory)
-    step = checkpointer.latest()
-    if step is None:
+    if (step := checkpointer.latest()) is None:
       continue
     try:
       found[wrong(checkpointer, step) or "right"] += 1
-    except VanishedError:
-      found["vanished"] += 1
     except Exception as error:  # noqa: BLE001 - whatever it is, it is counted and shown
       # The writer may remove it before the restore begins.
-      gone = f"cannot find step {step} " in str(error)
+      gone = isinstance(error, VanishedError) or f"cannot find step {step} " in str(error)
       found["vanished" if gone else f"{type(error).__name__}: {error}"[:300]] += 1
   reports.send(found)
 
 
 def reads(count: int, seed: int = 0) -> Found:
-  """Saves steps, and overwrites some, while two readers restore right values or hear that a step went."""
   found, problems = collections.Counter[str](), list[str]()
   with tempfile.TemporaryDirectory() as root:
     ends = [JOBS.Pipe() for _ in range(2)]
@@ -301,7 +280,7 @@ MANIFEST = "nnx_parallel.json"
 def damage_one(step_dir: pathlib.Path, rng: random.Random) -> list[str]:
   """Damages one file (two when it swaps), small and large ones alike; returns the kind and the files."""
   every, target = _choose(step_dir, rng)
-  data, how = bytearray(target.read_bytes()), rng.choice(DAMAGE)
+  data, how, touched = bytearray(target.read_bytes()), rng.choice(DAMAGE), [target]
   if how == "flip":
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
   elif how == "truncate":
@@ -311,16 +290,12 @@ def damage_one(step_dir: pathlib.Path, rng: random.Random) -> list[str]:
     data[start : start + 64] = bytes(len(data[start : start + 64]))
   elif how == "append":
     data += b"\0"
-  touched = [target]
+  elif how == "swap":
+    touched.append(rng.choice([path for path in every if path != target]))
+    target.write_bytes(touched[1].read_bytes())
+  touched[-1].write_bytes(data)
   if how == "delete":
     target.unlink()
-  elif how == "swap":
-    other = rng.choice([path for path in every if path != target])
-    target.write_bytes(other.read_bytes())
-    other.write_bytes(bytes(data))
-    touched.append(other)
-  else:
-    target.write_bytes(bytes(data))
   return [how, *(str(path.relative_to(step_dir)) for path in touched)]
 
 
@@ -328,13 +303,11 @@ def damage_between(directory: pathlib.Path, rng: random.Random) -> tuple[int, li
   """Mixes up steps 1 and 2; returns a step that may be hurt, and the kind and the files."""
   how, (one, other) = rng.choice(BETWEEN), rng.sample((1, 2), 2)
   source, goal, spare = directory / str(one), directory / str(other), directory / "3"
-  if how == "rename step":
-    goal.rename(spare)
-    return 3, [how, MANIFEST]
-  if how == "swap steps":
-    for old, new in ((source, spare), (goal, source), (spare, goal)):
-      old.rename(new)
-    return one, [how, MANIFEST]
+  moves = {"rename step": [(goal, spare)], "swap steps": [(source, spare), (goal, source), (spare, goal)]}
+  for old, new in moves.get(how, ()):
+    old.rename(new)
+  if how in moves:
+    return 3 if how == "rename step" else one, [how, MANIFEST]
   if how == "copy manifest":
     shutil.copyfile(source / MANIFEST, goal / MANIFEST)
     return other, [how, MANIFEST]
@@ -359,10 +332,7 @@ def _choose(step_dir: pathlib.Path, rng: random.Random) -> tuple[list[pathlib.Pa
 
 
 def corruptions(count: int, seed: int = 0) -> Found:
-  """Damages `count` copies of a directory with two steps and restores one of them into another layout.
-
-  It is `named` by an error (a file or leaf) or `harmless` (the right values came back).
-  """
+  """Each is `named` by an error, or `harmless`: the right values came back."""
   rng, found, problems = random.Random(seed), collections.Counter[str](), list[str]()
   mesh = nxp.make_mesh(a=2, b=4)
 
@@ -388,9 +358,9 @@ def corruptions(count: int, seed: int = 0) -> Found:
         how, *files = damage_one(bad / str(step), rng)
       # A file, or a leaf whose values are in one of the files of its item.
       names = [*files, *(f"files under {name.partition('/')[0]}" for name in files)]
-      there = {"w": NamedSharding(mesh, rng.choice(layouts)), "b": NamedSharding(mesh, P("b"))}
-      like = {n: (everything[1][0][n], sharding) for n, sharding in there.items()}
-      target = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for n, (x, s) in like.items()}
+      specs, like = {"w": rng.choice(layouts), "b": P("b")}, everything[1][0]
+      there = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+      target = {n: jax.ShapeDtypeStruct(like[n].shape, like[n].dtype, sharding=s) for n, s in there.items()}
       target["key"] = jax.random.key(0)
       checkpointer = nxp.Checkpointer(bad)
       try:
