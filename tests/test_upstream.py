@@ -297,15 +297,10 @@ class _Layer(nnx.Module):
     return x + nnx.relu(jnp.einsum("bqk,bkd->bqd", weights, self.value(x)))
 
 
-class _Layers(nnx.Module):
+class _Layers(nnx.Sequential):
   def __init__(self):
     rngs = nnx.Rngs(0)
-    self.layers = nnx.List([_Layer(rngs) for _ in range(4)])
-
-  def __call__(self, x):
-    for layer in self.layers:
-      x = layer(x)
-    return x
+    super().__init__(*(_Layer(rngs) for _ in range(4)))
 
 
 def what_a_step_does():

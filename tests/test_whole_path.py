@@ -11,21 +11,10 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from train.models import Noisy
 from training import plain_step
 
-
-class Net(nnx.Module):
-  def __init__(self, rngs: nnx.Rngs):
-    self.up = nnx.Linear(8, 16, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.norm = nnx.BatchNorm(16, rngs=rngs)
-    self.dropout = nnx.Dropout(0.25, rngs=rngs)
-    self.down = nnx.Linear(16, 8, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
-
-  def __call__(self, x):
-    return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))
-
-
-init = lambda: Net(nnx.Rngs(0))
+init = lambda: Noisy(nnx.Rngs(0))
 loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 

@@ -42,22 +42,14 @@ class Block(nnx.Module):  # Attention and two layers
     return x + self.down(nnx.relu(self.up(x)))
 
 
-class Net(nnx.Module):  # Two blocks
-  def __init__(self, rngs):
-    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-
-  def __call__(self, x):
-    for block in self.blocks:
-      x = block(x)
-    return x
-
-
-base_init = lambda: Net(nnx.Rngs(0))
+def base_init():
+  rngs = nnx.Rngs(0)
+  return nnx.Sequential(Block(rngs), Block(rngs))
 
 
 def init(**options):
   model = base_init()
-  add_lora(model, ["blocks.*.attention.*", "*.down"], rank=4, alpha=8.0, rngs=nnx.Rngs(1), **options)
+  add_lora(model, ["layers.*.attention.*", "*.down"], rank=4, alpha=8.0, rngs=nnx.Rngs(1), **options)
   return model
 
 
@@ -72,10 +64,10 @@ def test_adapters_by_path_change_nothing_at_first_and_keep_the_paths_of_the_weig
   flat = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
   added = {".".join(map(str, path)): x.shape for path, x in flat}
   assert len(added) == 2 * 2 * 5
-  assert added["blocks.0.attention.query.lora.lora_a"] == (32, 4)
-  assert added["blocks.0.attention.out.lora.lora_b"] == (4, 32)
-  assert added["blocks.1.down.lora.lora_a"] == (64, 4)
-  assert isinstance(model.blocks[0].attention.query, nnx.LinearGeneral)
+  assert added["layers.0.attention.query.lora.lora_a"] == (32, 4)
+  assert added["layers.0.attention.out.lora.lora_b"] == (4, 32)
+  assert added["layers.1.down.lora.lora_a"] == (64, 4)
+  assert isinstance(model.layers[0].attention.query, nnx.LinearGeneral)
 
 
 def test_an_adapter_computes_in_the_dtype_of_its_layer():
@@ -96,13 +88,15 @@ def test_contracted_dims_that_are_not_last():
 
 
 def test_errors():
-  with pytest.raises(CheckpointError, match=r"\*\.gate matches no linear layer of the Net\.\n  linear"):
+  with pytest.raises(
+    CheckpointError, match=r"\*\.gate matches no linear layer of the Sequential\.\n  linear"
+  ):
     add_lora(base_init(), ["*.up", "*.gate"], rank=2, rngs=nnx.Rngs(0))
   with pytest.raises(CheckpointError, match=r"up matches no linear layer of the Linear\.\n.*: the model"):
     add_lora(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "up", rank=2, rngs=nnx.Rngs(0))
   with pytest.raises(CheckpointError, match="norm matches no linear layer"):
     add_lora(base_init(), "*.norm", rank=2, rngs=nnx.Rngs(0))
-  with pytest.raises(CheckpointError, match=r"blocks\.0\.down has an adapter already"):
+  with pytest.raises(CheckpointError, match=r"layers\.0\.down has an adapter already"):
     add_lora(init(), "*.down", rank=2, rngs=nnx.Rngs(0))
   stacked = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(nnx.Rngs(0).split(3))
   with pytest.raises(CheckpointError, match=r"not a single layer: its kernel has the shape \(3, 8, 8\)"):

@@ -271,12 +271,9 @@ def test_slices_of_other_modules_are_marked_only_where_asked(stacks):
   assert any(map(is_marked, equations(program))) == stacks
 
 
-class Tall(nnx.Module):  # Layers in a list, or stacked
+class Tall(nnx.Sequential):  # Layers in a list, or stacked
   def __init__(self, rngs, depth=4):
-    self.layers = nnx.List([Block(rngs) for _ in range(depth)])
-
-  def __call__(self, x):
-    return in_turn(self.layers, x)
+    super().__init__(*(Block(rngs) for _ in range(depth)))
 
 
 def ensemble(model, x):

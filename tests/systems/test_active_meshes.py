@@ -52,19 +52,13 @@ class Block(nnx.Module):  # Annotated parameters, an activation with names, batc
     self.down = nnx.Linear(32, 16, rngs=rngs)
 
   def __call__(self, x):
-    x = nxp.constrain(self.norm(self.up(x)), "batch", "mlp")
-    return self.down(self.dropout(nnx.relu(x)))
+    y = nxp.constrain(self.norm(self.up(x)), "batch", "mlp")
+    return x + self.down(self.dropout(nnx.relu(y)))
 
 
-class Net(nnx.Module):  # Two layers
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.blocks = nnx.List([Block(rngs), Block(rngs)])
-
-  def __call__(self, x):
-    for block in self.blocks:
-      x = x + block(x)
-    return x
+def init():
+  rngs = nnx.Rngs(0)
+  return nnx.Sequential(Block(rngs), Block(rngs))
 
 
 loss = lambda model, x: ((model(x) - x) ** 2).mean()
@@ -75,7 +69,7 @@ GENERATE = nxp.generator(3)
 @functools.cache
 def plan_on(kind):
   mesh = nxp.make_mesh(fsdp=2, tensor=4, explicit=kind == "explicit")
-  return nxp.plan(Net, mesh, LAYOUT, optimizer=TX)
+  return nxp.plan(init, mesh, LAYOUT, optimizer=TX)
 
 
 @functools.cache
@@ -83,7 +77,7 @@ def other_plan():
   """Of the same model, padded, on some of the devices."""
   mesh = nxp.make_mesh(tensor=3, devices=jax.devices()[:3])
   rules = [RULES.replace(batch=(), embed=()), nxp.replicate()]
-  return nxp.plan(Net, mesh, rules, optimizer=TX, uneven="pad")
+  return nxp.plan(init, mesh, rules, optimizer=TX, uneven="pad")
 
 
 @functools.cache
@@ -146,7 +140,7 @@ def save_and_restore(on):
 
 def restore_from_orbax(on):
   ocp.save(on.folder / "orbax", nnx.to_pure_dict(jax.device_get(nnx.state(on.model, nnx.Param))))
-  small = nxp.plan(lambda: nnx.state(Net(), nnx.Param) and Net(), on.mesh, LAYOUT)
+  small = nxp.plan(lambda: nnx.state(init(), nnx.Param) and init(), on.mesh, LAYOUT)
   skip = [leaf.name for leaf in small.leaves if not leaf.is_parameter]
   return nxp.interop.restore_orbax(on.folder / "orbax", small, skip=skip)
 
@@ -172,7 +166,7 @@ def job(on):
 
 
 def whole_task(on):
-  made = nxp.task(Net, on.mesh, LAYOUT, loss=loss, optimizer=TX)
+  made = nxp.task(init, on.mesh, LAYOUT, loss=loss, optimizer=TX)
   return made.train_step(made.model, made.optimizer, HOST), str(made)
 
 
@@ -204,7 +198,7 @@ def send(on):
 
 
 def map_shards(on):
-  mean = lambda model, x: jax.lax.pmean(x.mean() + model.blocks[0].up.kernel.size, "fsdp")
+  mean = lambda model, x: jax.lax.pmean(x.mean() + model.layers[0].up.kernel.size, "fsdp")
   return nxp.parallel.map_shards(mean, on.plan.without_optimizer())(on.model, on.batch)
 
 
@@ -232,19 +226,19 @@ def linen(on):
 
 
 def lora(on):
-  def init():
-    model = Net()
-    nxp.interop.add_lora(model, "blocks.*.up", rank=2, rngs=nnx.Rngs(1))
+  def with_adapters():
+    model = init()
+    nxp.interop.add_lora(model, "layers.*.up", rank=2, rngs=nnx.Rngs(1))
     return model
 
-  adapted = nxp.create_sharded_model(init, on.mesh, LAYOUT)
+  adapted = nxp.create_sharded_model(with_adapters, on.mesh, LAYOUT)
   return nxp.interop.merge_adapters(on.model, adapted), on.model
 
 
 def searched(on):
   batch = jax.ShapeDtypeStruct(HOST.shape, HOST.dtype)
   options = {"batch": batch, "rules": LAYOUT, "optimizer": TX, "compile_best": 1}
-  return nxp.search(Net, loss, "cpu:8", **options).code()
+  return nxp.search(init, loss, "cpu:8", **options).code()
 
 
 def report(on):
@@ -255,7 +249,7 @@ def report(on):
 
 def shown(on):
   plan = on.plan
-  parts = [plan, plan.audit(), plan.explain("blocks.0.up.kernel"), plan.diff(on.other), plan.to_json()]
+  parts = [plan, plan.audit(), plan.explain("layers.0.up.kernel"), plan.diff(on.other), plan.to_json()]
   parts += [nxp.describe_mesh(plan.mesh), nxp.report.plan_page(plan)]
   again = nxp.Plan.from_json(plan.to_json())
   nxp.testing.assert_golden_plan(plan, on.folder / "golden", update=True)
@@ -279,7 +273,7 @@ CALLS = {
   "step.check_gradients": lambda on: bool(STEP.check_gradients(on.model, on.optimizer, HOST)), "fit": fit,
   "evaluate": lambda on: nxp.evaluate(EVAL, on.model, [HOST, on.batch]), "generator": generate,
   "generator.lower": lambda on: GENERATE.lower(decoder_on(on.kind), decoder.PROMPTS).compile() and None,
-  "plan": lambda on: nxp.plan(Net, on.mesh, LAYOUT, optimizer=TX).to_json(), "a plan's methods": shown,
+  "plan": lambda on: nxp.plan(init, on.mesh, LAYOUT, optimizer=TX).to_json(), "a plan's methods": shown,
   "plan.scope": scopes,
   "compiled": lambda on: STEP.compiled(on.model, on.optimizer, on.batch).memory_analysis() and None,
   "lower": lambda on: STEP.lower(on.plan, batch=HOST).compile() and None, "compile_report": report,
@@ -288,9 +282,9 @@ CALLS = {
   "shard_batch": lambda on: [nxp.shard_batch(x, on.plan) for x in (HOST, on.batch, jnp.asarray(HOST))],
   "with_layers": lambda on: nxp.eval_step(nxp.with_layers(loss, remat="full"))(on.model, HOST),
   "create_sharded_model, jit": lambda on: nxp.create_sharded_model(on.plan, compile="jit"),
-  "from_arrays": from_numpy, "unsharded": lambda on: nxp.unsharded(Net),
+  "from_arrays": from_numpy, "unsharded": lambda on: nxp.unsharded(init),
   "check_layout": lambda on: nxp.check_layout(on.model, on.plan, optimizer=on.optimizer),
-  "infer_rules": lambda on: str(nxp.infer_rules(Net, on.mesh, HOST)),
+  "infer_rules": lambda on: str(nxp.infer_rules(init, on.mesh, HOST)),
   "ema_of": lambda on: nxp.ema_of(on.optimizer, on.model),
   "loss_scale_of": lambda on: nxp.loss_scale_of(on.optimizer), "ShardedOptimizer": update, "task": whole_task,
   "Job": job, "send": send, "map_shards": map_shards, "hosts": lambda on: nxp.hosts.to_host(on.model),
@@ -355,7 +349,7 @@ def experts(on):
 
 SCHEMES = {
   "arrays": lambda on: cross_entropy(on, nxp.shard_batch(HOST.T, on.plan)),
-  "plan": lambda on: cross_entropy(on, on.model.blocks[0].up.kernel),
+  "plan": lambda on: cross_entropy(on, on.model.layers[0].up.kernel),
   "embedding": lambda on: nxp.parallel.vocabulary_embedding(on.batch, np.zeros(4, np.int32)),
   "experts": experts,
   "attention": lambda on: nxp.parallel.context_attention("fsdp")(

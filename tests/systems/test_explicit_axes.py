@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks.explicit import (
   ALONE,
   FSDP,
-  KINDS,
   SHARDED,
   WITH_OPTIONS,
   Decoder,
@@ -86,23 +84,3 @@ def test_a_step_is_lowered_on_an_abstract_mesh():
   step = nxp.train_step(next_token, remat="full")
   assert "reshard" not in step.lower(plan, batch=batch).as_text()
   assert "computed on Auto axes" in str(step.layers)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_ones_own(kind):
-  plan, batch, loss = planned("decoder", kind, zero=1)
-  model, optimizer = placed(plan)
-  constrained = lambda model, batch: loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)
-
-  @nnx.jit
-  @nxp.parallel.auto_axes
-  def step(model, optimizer, batch):
-    value, grads = nnx.value_and_grad(constrained)(model, batch)
-    optimizer.update(model, grads)
-    return value
-
-  with plan.scope():
-    losses = [float(step(model, optimizer, batch)) for _ in range(2)]
-  np.testing.assert_allclose(losses, on_auto_axes("decoder", ()), rtol=1e-6)
-  nxp.check_layout(model, plan, optimizer=optimizer)

@@ -7,32 +7,23 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from train.models import Noisy
 from training import placed
 
 
-class Net(nnx.Module):  # Two layers with names
-  def __init__(self, rngs):
-    self.up = nnx.Linear(8, 64, rngs=rngs, kernel_metadata={"out_sharding": (None, "mlp")})
-    self.drop = nnx.Dropout(0.5, rngs=rngs)
-    self.down = nnx.Linear(64, 8, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", None)})
-
-  def __call__(self, x):
-    return self.down(self.drop(nnx.relu(self.up(x))))
-
-
-class Layer(Net):  # The same, recomputed as it is written
+class Layer(Noisy):  # The same, recomputed as it is written
   @nnx.remat
   def __call__(self, x):
     return super().__call__(x)
 
 
-RULES = nxp.LogicalRules(batch="data", mlp="tensor")
+RULES = nxp.LogicalRules(batch="data", embed=None, mlp="tensor")
 SIZES = {"data": 2, "tensor": 4}
 
 
-def make(net=Net, *, explicit=False, **options):
+def make(net=Noisy, *, explicit=False, **options):
   mesh = nxp.make_mesh(SIZES, explicit=explicit)
-  plan = nxp.plan(lambda: net(nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2), **options)
+  plan = nxp.plan(lambda: net(nnx.Rngs(0), 8, 64), mesh, RULES, optimizer=optax.adam(1e-2), **options)
   return plan, *placed(plan)
 
 

@@ -25,6 +25,15 @@ class Net(nnx.Module):  # Two layers
     return self.down(nnx.relu(self.up(x)))
 
 
+class Noisy(Net):  # With a batch norm and a dropout
+  def __init__(self, rngs, width=8, hidden=16):
+    super().__init__(rngs, width, hidden)
+    self.norm, self.drop = nnx.BatchNorm(hidden, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+
 class Normed(nnx.Module):
   """Norms over the tensor axis before kernels over fsdp and tensor: XLA alone swaps their examples."""
 

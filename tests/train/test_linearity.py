@@ -315,16 +315,6 @@ class Drawing(nnx.Module):
     return x
 
 
-class Dropped(nnx.Module):
-  def __init__(self, rngs, kind):
-    self.parts = nnx.List([Drawing(rngs, kind) for _ in range(2)])
-
-  def __call__(self, x):
-    for part in self.parts:
-      x = part(x)
-    return x
-
-
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("options", [{}, {"remat": "full"}], ids=str)
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
@@ -334,8 +324,12 @@ def test_random_numbers_by_example_are_reduced_once_and_equal_one_device(kind, a
   def loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
+  def init():
+    rngs = nnx.Rngs(0, noise=1, dropout=2)
+    return nnx.Sequential(Drawing(rngs, kind), Drawing(rngs, kind))
+
   def trained(sizes):
-    plan = planned(lambda: Dropped(nnx.Rngs(0, noise=1, dropout=2), kind), sizes, 0.5)
+    plan = planned(init, sizes, 0.5)
     return run_steps(plan, loss, [inputs(size, seed) for seed in range(3)], microbatches=2, **options)
 
   wanted, found = trained({"data": 1}), trained(axes)

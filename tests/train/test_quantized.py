@@ -82,17 +82,7 @@ class Block(nnx.Module):  # Attention of two heads and an MLP, in float64
     return x + self.down(jnp.tanh(self.up(x)))
 
 
-class Blocks(nnx.Module):  # Blocks in turn
-  def __init__(self, rngs):
-    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-
-  def __call__(self, x):
-    for block in self.blocks:
-      x = block(x)
-    return x
-
-
-def blocked_rule(form, path=r"blocks/\d/.*"):
+def blocked_rule(form, path=r"layers/\d/.*"):
   """Products of a form; the backward pass of NVFP4 is not rounded: its gradients would be zero."""
   import qwix
 
@@ -106,11 +96,14 @@ def blocked_rule(form, path=r"blocks/\d/.*"):
 
 
 def blocked(rules):
-  """The constructor of `Blocks` under rules of qwix."""
+  """The constructor of two blocks under rules of qwix."""
   import qwix
 
-  x = jnp.zeros((1, SEQUENCE, WIDTH), jnp.float64)
-  return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0)), qwix.QtProvider(rules), x)
+  def init():
+    rngs, x = nnx.Rngs(0), jnp.zeros((1, SEQUENCE, WIDTH), jnp.float64)
+    return qwix.quantize_model(nnx.Sequential(Block(rngs), Block(rngs)), qwix.QtProvider(rules), x)
+
+  return init
 
 
 batches = lambda: [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(2)]

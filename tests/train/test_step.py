@@ -13,22 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from train import models
-from train.models import RULES
+from train.models import RULES, Noisy
 from training import placed
 
 
 class Plain(models.Net):  # No statistics, no random state
   def __init__(self, rngs):
     super().__init__(rngs, 8, 16)
-
-
-class Net(Plain):  # With a batch norm and a dropout
-  def __init__(self, rngs):
-    super().__init__(rngs)
-    self.norm, self.drop = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
-
-  def __call__(self, x):
-    return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
 
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -53,7 +44,7 @@ def kernel(model):
 
 
 def test_the_module_is_live_and_one_compilation_serves_all_steps():
-  plan, model, optimizer = make(Net)
+  plan, model, optimizer = make(Noisy)
   step = nxp.train_step(loss_fn)
   before, batch = kernel(model), data(plan)
   losses = [step(model, optimizer, batch)["loss"] for _ in range(6)]
