@@ -88,11 +88,9 @@ def cases(seed: int, given: argparse.Namespace) -> list[Case]:
   if given.programs:
     return found_in(given.programs)[seed : seed + 1]
   numbers = range(given.layouts) if given.layout is None else [given.layout]
-  drawn: list[Case] = []
-  for n in dict.fromkeys((seed, seed + programs.SMALL * (seed < programs.SMALL))):
-    program = programs.draw(n)
-    drawn += [Case(n, i, program, programs.draw_layout(program, n, i, given.style)) for i in numbers]
-  return drawn
+  seeds = dict.fromkeys((seed, seed + programs.SMALL * (seed < programs.SMALL)))
+  models = [(n, programs.draw(n)) for n in seeds]
+  return [Case(n, i, p, programs.draw_layout(p, n, i, given.style)) for n, p in models for i in numbers]
 
 
 def found_in(path: pathlib.Path) -> list[Case]:
@@ -169,13 +167,11 @@ def run_plain(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
 
 
 def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
-  class Net(nnx.Module):
-    def __init__(self) -> None:
-      for name, value in model.params.items():
-        setattr(self, name, nnx.Param(jnp.asarray(value)))
+  def init() -> nnx.Module:
+    return nnx.Dict({name: nnx.Param(jnp.asarray(value)) for name, value in model.params.items()})
 
   def loss(net: Any, batch: Arrays) -> Any:
-    return programs.loss_of(model.program, {name: getattr(net, name)[...] for name in model.params}, batch)
+    return programs.loss_of(model.program, {name: net[name][...] for name in model.params}, batch)
 
   def keep(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     return jax.tree.map(lambda g: -RATE * g, grads), grads
@@ -183,7 +179,7 @@ def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
   tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep)
   paths = nxp.PathRules([(name, tuple(spec_of(spec))) for name, spec in layout["specs"].items()])
   rules = [paths, nxp.LogicalRules(batch=tuple(layout["batch"]) or None)]
-  plan = nxp.plan(Net, mesh, rules, optimizer=tx)
+  plan = nxp.plan(init, mesh, rules, optimizer=tx)
   net, optimizer = nxp.create_sharded_model(plan)
   step, batch = nxp.train_step(loss), nxp.shard_batch(model.batch, plan)
   found: list[tuple[float, Arrays]] = []

@@ -4,7 +4,6 @@ import inspect
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
@@ -12,7 +11,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from create.models import arrays_of
 
 
 class Net(nnx.Module):  # One kernel with names, one without, and a vector
@@ -90,26 +88,3 @@ def test_every_optimizer_of_optax_is_laid_out_as_its_parameters():
     assert [x.spec for x in same] == [leaf.spec] * len(same), leaf.name
     if "galore" not in leaf.name:  # its projections have shapes of their own
       assert same or np.prod(leaf.shape) < 2048 or np.prod(leaf.shards) > 1, leaf.name
-
-
-def update(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> None:
-  grads = nnx.grad(lambda m: (m.down(jax.nn.relu(m.up(x))) ** 2).mean())(model)
-  optimizer.update(model, grads)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", ["adafactor", "multi_steps"])
-@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_the_first_updates_are_the_eager_ones(name):
-  tx = OPTIMIZERS[name]
-  rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]
-  plan = nxp.plan(net, nxp.make_mesh(fsdp=4, tensor=2), rules, optimizer=tx)
-  x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 128)).astype(np.float32))
-  sharded, alone = nxp.create_sharded_model(plan), eager(tx)
-  step = nnx.jit(update)
-  for _ in range(2):
-    step(*sharded, x)
-    step(*alone, x)
-  left, right = arrays_of(sharded[0]), arrays_of(alone[0])
-  for path, value in left.items():
-    np.testing.assert_allclose(value, right[path], rtol=2e-4, atol=2e-4, err_msg=path)

@@ -194,10 +194,12 @@ class Model(nnx.Module):
     self.head = nnx.Linear(8, 16, rngs=rngs)
 
   def __call__(self, tokens: Any) -> Any:
-    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+    return self.head(self.through(self.embed(tokens), (tokens > 0).astype(jnp.float32)))
+
+  def through(self, x: Any, mask: Any) -> Any:
     for block in self.blocks:
       x = block(x, mask)
-    return self.head(x)
+    return x
 
 
 class Remembering(nnx.Module):
@@ -241,20 +243,18 @@ class Tied(Model):  # Layers with a term of the loss, which read one Param twice
     return (x + first) @ self.embed.embedding[...].T * (1 + sum(terms))
 
 
-class Stacked(nnx.Module):  # Layers in one or several stacks, each of which is a scan of recomputed layers
+class Stacked(Model):  # Layers in one or several stacks, each of which is a scan of recomputed layers
   def __init__(self, depth: int = 4, stacks: int = 1, rngs: Any = None):
-    self.embed = nnx.Embed(16, 8, rngs=rngs)
+    super().__init__(0, rngs)
     stack = nnx.split_rngs(splits=depth // stacks)(nnx.vmap(lambda rngs: Block(8, rngs)))
     self.stacks = nnx.List([stack(rngs) for _ in range(stacks)])
-    self.head = nnx.Linear(8, 16, rngs=rngs)
 
-  def __call__(self, tokens: Any) -> Any:
-    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+  def through(self, x: Any, mask: Any) -> Any:
     body = nnx.remat(lambda x, block: block(x, mask))
     through = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     for stack in self.stacks:
       x = through(x, stack)
-    return self.head(x)
+    return x
 
 
 def loss(model: Any, batch: Any) -> Any:
@@ -331,9 +331,7 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
 
 class Straight(Model):  # Layers and a head whose results have a sharding of their own on Explicit axes
   def __call__(self, x: Any) -> Any:
-    for block in self.blocks:
-      x = block(x, jnp.ones_like(x[..., 0]))
-    return self.head(x)
+    return self.head(self.through(x, jnp.ones_like(x[..., 0])))
 
 
 @pytest.mark.slow
@@ -368,10 +366,7 @@ class Stem(Model):
     self.first = nnx.BatchNorm(8, rngs=rngs)
 
   def __call__(self, tokens: Any) -> Any:
-    x, mask = self.first(self.embed(tokens)), jnp.ones(tokens.shape)
-    for block in self.blocks:
-      x = block(x, mask)
-    return self.head(x)
+    return self.head(self.through(self.first(self.embed(tokens)), jnp.ones(tokens.shape)))
 
 
 def lowered(make: Any, mesh: Any, pipeline: Any = "stage", tx: Any = None, **options: Any) -> Any:
@@ -393,11 +388,10 @@ APPLY = Block.__call__
 
 
 class Unbound(Model):
-  def __call__(self, tokens: Any) -> Any:
-    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+  def through(self, x: Any, mask: Any) -> Any:
     for block in self.blocks:
       x = APPLY(block, x, mask)
-    return self.head(x)
+    return x
 
 
 @pytest.mark.slow

@@ -140,17 +140,6 @@ def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: A
   assert factor != 0 or "the gradient is 0, and the derivative is not" in last.why
 
 
-def test_steps_own_way_is_checked():
-  """The step computes the grouped kernel gradient by hand."""
-  plan, model, optimizer = trained(Grouped)
-  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(8, 4, 4, 8)).astype("float32"), plan)
-  before = np.asarray(model.conv.kernel[...])
-  step = nxp.train_step(loss_fn)
-  assert step.check_gradients(model, optimizer, x)
-  np.testing.assert_array_equal(model.conv.kernel[...], before)
-  assert not step.compiles
-
-
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatches": 2, "gradients": "scattered"}])
