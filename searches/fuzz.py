@@ -167,11 +167,13 @@ def run_plain(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
 
 
 def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
-  def init() -> nnx.Module:
-    return nnx.Dict({name: nnx.Param(jnp.asarray(value)) for name, value in model.params.items()})
+  class Net(nnx.Module):
+    def __init__(self) -> None:
+      for name, value in model.params.items():
+        setattr(self, name, nnx.Param(jnp.asarray(value)))
 
   def loss(net: Any, batch: Arrays) -> Any:
-    return programs.loss_of(model.program, {name: net[name][...] for name in model.params}, batch)
+    return programs.loss_of(model.program, {name: getattr(net, name)[...] for name in model.params}, batch)
 
   def keep(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     return jax.tree.map(lambda g: -RATE * g, grads), grads
@@ -179,7 +181,7 @@ def run_toolkit(model: Model, layout: Layout, mesh: Mesh) -> Numbers:
   tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep)
   paths = nxp.PathRules([(name, tuple(spec_of(spec))) for name, spec in layout["specs"].items()])
   rules = [paths, nxp.LogicalRules(batch=tuple(layout["batch"]) or None)]
-  plan = nxp.plan(init, mesh, rules, optimizer=tx)
+  plan = nxp.plan(Net, mesh, rules, optimizer=tx)
   net, optimizer = nxp.create_sharded_model(plan)
   step, batch = nxp.train_step(loss), nxp.shard_batch(model.batch, plan)
   found: list[tuple[float, Arrays]] = []

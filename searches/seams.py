@@ -118,20 +118,19 @@ class Tables(NamedTuple):
 
 
 class Block(nnx.Module):
-  def __init__(self, width: int, features: frozenset[str], rngs: nnx.Rngs):
+  def __init__(self, width: int, has: frozenset[str], rngs: nnx.Rngs):
     self.norm = nnx.LayerNorm(width, rngs=rngs)
     self.up = nnx.Linear(width, 2 * width, rngs=rngs)
     self.down = nnx.Linear(2 * width, width, rngs=rngs)
-    attends = "attention" in features
-    self.attend = nnx.MultiHeadAttention(2, width, rngs=rngs, decode=False) if attends else None
-    self.statistics = nnx.BatchNorm(width, rngs=rngs) if "statistics" in features else None
-    self.drop = nnx.Dropout(0.2, rngs=rngs) if "dropout" in features else None
-    self.scale = jnp.full((width,), 0.5) if "scale in layers" in features else None
-    self.factor = 0.5 if "number in layers" in features else 1.0
-    self.exact = "exact class" in features
+    self.attend = nnx.MultiHeadAttention(2, width, rngs=rngs, decode=False) if "attention" in has else None
+    self.statistics = nnx.BatchNorm(width, rngs=rngs) if "statistics" in has else None
+    self.drop = nnx.Dropout(0.2, rngs=rngs) if "dropout" in has else None
+    self.scale = jnp.full((width,), 0.5) if "scale in layers" in has else None
+    self.factor = 0.5 if "number in layers" in has else 1.0
+    self.exact = "exact class" in has
     angles = jnp.arange(LENGTH * width, dtype=jnp.float32).reshape(LENGTH, width)
     tables = Tables(jnp.sin(angles), jnp.cos(angles))
-    self.tables = nnx.data(tables) if "tables in a tuple" in features else None
+    self.tables = nnx.data(tables) if "tables in a tuple" in has else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = self.norm(x)

@@ -48,7 +48,7 @@ def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
   """Without a mesh axis, with a shorter one, and with one axis less somewhere."""
   for axis, size in layout["mesh"].items():
     if mesh := {name: n for name, n in layout["mesh"].items() if name != axis}:
-      yield _without(axis, {**layout, "mesh": mesh})
+      yield _without(axis, {**layout, "mesh": mesh}, slice(None))
     if size > 2:
       yield {**layout, "mesh": {**layout["mesh"], axis: 2}}
   for name, spec in layout["specs"].items():
@@ -56,18 +56,17 @@ def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
       yield {**layout, "specs": {**layout["specs"], name: [[] for _ in spec]}}
   for n, axes in enumerate(_lists(layout)):
     for axis in axes:
-      yield _without(axis, layout, [n])
+      yield _without(axis, layout, slice(n, n + 1))
 
 
 def _lists(layout: Layout) -> list[list[str]]:
   return [layout["batch"], layout["length"], *(dim for spec in layout["specs"].values() for dim in spec)]
 
 
-def _without(axis: str, layout: Layout, where: list[int] | None = None) -> Layout:
+def _without(axis: str, layout: Layout, where: slice) -> Layout:
   made = copy.deepcopy(layout)
-  for n, axes in enumerate(_lists(made)):
-    if where is None or n in where:
-      axes[:] = [name for name in axes if name != axis]
+  for axes in _lists(made)[where]:
+    axes[:] = [name for name in axes if name != axis]
   return made
 
 
