@@ -9,9 +9,10 @@ the same pass over the weights. A value that mixes statistics and columns otherw
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,34 +21,37 @@ from jax.sharding import AxisType
 from nnx_parallel.attention.find import opens_attention
 from nnx_parallel.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, finite, push
-from nnx_parallel.core.interpret import inline_calls, interpret
+from nnx_parallel.core.interpret import DEFAULT, inline_calls, read, run_operations, values_of
 from nnx_parallel.core.jaxprs import (
   among,
   bind,
-  call_equation,
   dependents,
   has_reverse_rule,
   has_rule,
   is_inexact,
+  maker,
+  makers,
   open_jaxpr,
   operations_behind,
   program_of,
   trace_like,
   without_unused,
 )
-from nnx_parallel.core.types import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.picks import is_pick, is_row_pick, pick
+from nnx_parallel.layers.picks import is_pick, is_row_pick, place_in_row, with_nan_outside
 from nnx_parallel.layers.row_statistics import (
   COLUMNS,
   EXPONENTIALS,
   LARGEST,
-  LARGEST_FIXED,
+  LEAST,
   SUM,
+  Head,
   Kind,
-  Statistics,
-  apart_of,
+  Pass,
+  Statistic,
   best,
+  picked,
 )
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
@@ -56,8 +60,6 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 _OPENED = ("_xlogx", "xlogy")
 """Functions of `jax.scipy.special.entr`, whose rules give the gradients of their operations."""
-_NAME = "of columns: "
-"""Starts the name of each call that computes a statistic."""
 
 
 def check_chunks(chunks: int | None) -> None:
@@ -72,26 +74,21 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   """The closed trace of a loss with its head in chunks, and a line that says so; or a `TrainError`."""
   flat: ClosedJaxpr = inline_calls(jaxpr, _opens_head)
   product, others = _head(flat.jaxpr, chunks)
-  logits = product.outvars[0].aval
   try:
-    dim = _columns(flat.jaxpr, product)
-    length = logits.shape[dim]
-    shards, apart = _shards(length)
-    whole = length // shards
-    grid = Grid({COLUMNS: whole}, {COLUMNS: -(-whole // min(chunks, whole))})
-    body = _Rewriting(flat, product, ((COLUMNS, dim, shards),), grid, apart).body()
+    columns = _columns(flat, product, chunks)
+    body = trace_like(columns.results, flat)
   except Untiled as problem:
     raise TrainError(
       f"loss_chunks={chunks} cannot be honoured: {problem} needs all columns of the logits at once.",
-      details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
-      " maxima, minima, argmax, top_k, take_along_axis, and logits[arange, labels]",
+      details=f"logits {product.outvars[0].aval.str_short()}; their columns may go through elementwise"
+      " operations, sums, maxima, minima, argmax, top_k, take_along_axis, and logits[arange, labels]",
       fix="jnp.where(jnp.arange(columns) < size, logits, -jnp.inf), which hides columns of padding; or leave"
       " loss_chunks out."
       if problem.eqn.primitive.name == "slice"
       else "take such values of the logits out of the loss; or leave loss_chunks out.",
     ) from None
-  count = -(-whole // grid.blocks[COLUMNS])
-  line = f"the head and the loss of each token in {count} chunks of the {length} columns"
+  count, whole, shards = columns.grid.count(COLUMNS), columns.grid.lengths[COLUMNS], columns.shards
+  line = f"the head and the loss of each token in {count} chunks of the {whole * shards} columns"
   if count < chunks:
     why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "chunks are of equal length"
     line += f" (of {chunks} requested: {why})"
@@ -149,258 +146,198 @@ def _head(body: Jaxpr, chunks: int) -> tuple[JaxprEqn, list[JaxprEqn]]:
   )
 
 
-def _columns(body: Jaxpr, product: JaxprEqn) -> int:
-  """The dim of a product's result that the softmax sums over."""
-  logits = product.outvars[0]
-  shape, size = logits.aval.shape, logits.aval.size
-  problem: JaxprEqn | None = None
-  for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
-    labels: dict[Var, Labels] = {logits: ((COLUMNS, dim, 1),)}
-    exponentials: set[Var] = set()
-    for eqn in body.eqns:
-      side = next((n for n, var in enumerate(eqn.invars) if among(var, labels)), None)
-      if side is None:
-        continue
-      try:
-        own = push(eqn, side, labels[eqn.invars[side]], {COLUMNS: shape[dim]})
-      except Untiled:
-        problem = problem or eqn
-        continue
-      if not own and eqn.primitive.name == "reshape":
-        problem = problem or eqn
-      if eqn.primitive.name == "exp" or any(among(var, exponentials) for var in eqn.invars):
-        exponentials.update(eqn.outvars)
-      if own:
-        labels.update(dict.fromkeys(eqn.outvars, own))
-      elif (
-        eqn.primitive.name == "reduce_sum"
-        and among(eqn.invars[0], exponentials)
-        and size // 2 <= eqn.invars[0].aval.size <= size  # most tokens: the last token has no target
-      ):
-        return dim
-  raise Untiled(problem or product)
+def _columns(flat: ClosedJaxpr, product: JaxprEqn, chunks: int) -> _Columns:
+  """The columns of a product's result: along the dim that the softmax sums over."""
+  problem: Untiled | None = None
+  for dim, size in reversed([*enumerate(product.outvars[0].aval.shape)]):
+    if size > 1:
+      columns = _Columns(flat, product, dim, chunks)
+      if columns.has_softmax and columns.problem is None:
+        return columns
+      problem = problem or columns.problem
+      if columns.has_softmax:
+        break
+  raise problem or Untiled(product)
 
 
-class _Logits(NamedTuple):
-  """A value with columns: `base + shift`, or `exp(base + shift)`; `shift` is a number per row, None: 0."""
+class _Reading(NamedTuple):
+  """A statistic that an operation reads, of a value to which it adds numbers of each row: `(sign, number)`."""
 
-  base: jax.Array
-  labels: Labels
-  shift: jax.Array | None = None
-  is_exponential: bool = False
-
-  @property
-  def dim(self) -> int:
-    """The dim of the columns."""
-    return self.labels[0][1]
-
-  @property
-  def is_plain(self) -> bool:
-    """Whether it is just the base."""
-    return self.shift is None and not self.is_exponential
-
-  def has_columns(self, x: Any) -> bool:
-    """Whether an array has a number for each column."""
-    return jnp.ndim(x) > 0 and x.shape[self.dim] > 1
-
-  def value(self, aval: Aval) -> jax.Array:
-    """As one array."""
-    found = self.base if self.shift is None else self.base + self.shift
-    return jnp.broadcast_to(jnp.exp(found) if self.is_exponential else found, aval.shape).astype(aval.dtype)
-
-  def change(self, linear: Callable[[jax.Array], jax.Array]) -> _Logits:
-    """With a linear function of it."""
-    return self._replace(base=linear(self.base), shift=None if self.shift is None else linear(self.shift))
+  statistic: Statistic
+  shifts: tuple[tuple[int, Var], ...]
+  level: int  # the number of passes until it is known
 
 
-class _Statistic(NamedTuple):
-  """A value that depends on a statistic."""
+class _Columns:
+  """What a loss does with the columns of its logits along a dim: which operations read which statistics."""
 
-  value: jax.Array
-
-
-def _array(x: Value) -> jax.Array:
-  return x.value if isinstance(x, _Statistic) else x
-
-
-class _Rewriting:
-  """Evaluates a loss once more, with all that sums or compares columns as calls of statistics.
-
-  `apart` is how many groups of columns have an own gradient of the head's input, until the last chunk.
-  """
-
-  def __init__(self, flat: ClosedJaxpr, product: JaxprEqn, labels: Labels, grid: Grid, apart: int):
-    self._flat, self._product, self._labels, self._grid, self._apart = flat, product, labels, grid, apart
-    # The variables whose gradients a program needs, if it is differentiated.
+  def __init__(self, flat: ClosedJaxpr, product: JaxprEqn, dim: int, chunks: int):
+    self._flat, self._made, logits = flat, makers(flat), product.outvars[0]
+    self._product, self._size = product, logits.aval.size
+    self.shards, groups = _shards(logits.aval.shape[dim])
+    whole = logits.aval.shape[dim] // self.shards
+    self.grid = Grid({COLUMNS: whole}, {COLUMNS: -(-whole // min(chunks, whole))})
+    self._labels: dict[Var, Labels] = {logits: ((COLUMNS, dim, self.shards),)}  # of the values with columns
+    self._head = Head(product, self._labels[logits], self.grid, groups)
+    # The values that are another value plus numbers of each row, of which some need a statistic.
+    self._shifted: dict[Var, tuple[Var, tuple[tuple[int, Var], ...]]] = {}
+    self._levels: dict[Var, int] = {}  # the passes that a value needs
+    self._readings: dict[int, _Reading] = {}  # by the id of an operation
+    self.problem: Untiled | None = None  # the first operation that needs all columns at once
+    # The values whose gradients the loss needs, if it is differentiated.
     passing = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
-    behind = operations_behind(passing, flat.jaxpr.outvars)
-    self._derived = {out for eqn in behind for out in eqn.outvars}
-    self._kinds: dict[str, Kind] = {}
-    self._made: dict[Hashable, tuple[tuple[jax.Array, ...], list[jax.Array]]] = {}
+    self._derived = {out for eqn in operations_behind(passing, flat.jaxpr.outvars) for out in eqn.outvars}
+    exponentials: set[Var] = set()
+    self.has_softmax = False  # whether it sums exponentials over the columns
+    for eqn in flat.jaxpr.eqns:
+      level = max(map(self._level, eqn.invars), default=0)
+      if any(among(var, self._labels) for var in eqn.invars):
+        try:
+          reading = self._follow(eqn)
+        except Untiled as problem:
+          self.problem = self.problem or problem
+          continue
+        if reading is not None:
+          self._readings[id(eqn)] = reading
+          level = max([reading.level, *(self._level(var) for _, var in reading.shifts)])
+          self.has_softmax |= (
+            eqn.primitive.name == "reduce_sum"
+            and among(eqn.invars[0], exponentials)
+            # Most tokens: the last token has no target.
+            and self._size // 2 <= eqn.invars[0].aval.size <= self._size
+          )
+        if eqn.primitive.name == "exp" or any(among(var, exponentials) for var in eqn.invars):
+          exponentials.update(eqn.outvars)
+      self._levels.update(dict.fromkeys(eqn.outvars, level))
 
-  def body(self) -> ClosedJaxpr:
-    """The closed trace of the loss with its statistics computed by chunks; `Untiled` if all are needed."""
+  def _level(self, var: Var) -> int:
+    return self._levels[var] if among(var, self._levels) else 0
 
-    def is_call(eqn: JaxprEqn) -> bool:
-      return _opens_head(eqn) and eqn.params.get("name") not in self._kinds
+  def _read(
+    self, eqn: JaxprEqn, kind: Kind, var: Var, *others: Var, shifts: tuple[tuple[int, Var], ...] = ()
+  ) -> _Reading:
+    nodes = (var, self._labels[var]), *((other, ()) for other in others)
+    derived = any(out in self._derived and is_inexact(out.aval) for out in eqn.outvars)
+    return _Reading(Statistic(kind, nodes, derived), shifts, 1 + max(map(self._level, (var, *others))))
 
-    def products(body: Jaxpr) -> list[JaxprEqn]:
-      return [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
-
-    number = next(n for n, eqn in enumerate(products(self._flat.jaxpr)) if eqn is self._product)
-    new = inline_calls(trace_like(self._results, self._flat), is_call)
-    return new.replace(jaxpr=self._in_levels(new.jaxpr, products(new.jaxpr)[number]))
-
-  def _results(self, *inputs: jax.Array) -> list[jax.Array]:
-    """The results of the loss."""
-    found = interpret(self._flat, inputs, self._run)
-    logits = self._product.outvars[0].aval
-    for x, var in zip(found, self._flat.jaxpr.outvars, strict=True):
-      if isinstance(x, _Logits):
-        raise TrainError(
-          f"loss_chunks cannot be honoured: the loss returns {var.aval.str_short()}.",
-          details=f"it depends on the logits {logits.str_short()}, and has their columns",
-          fix="return sums over the columns, or a number for each token; or leave loss_chunks out.",
-        )
-    return [_array(x) for x in found]
-
-  def _run(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    if eqn is self._product:
-      return [_Logits(bind(eqn, inputs)[0], self._labels)]
-    logits = [n for n, x in enumerate(inputs) if isinstance(x, _Logits)]
-    if not logits:
-      found = bind(eqn, [_array(x) for x in inputs])
-      return [_Statistic(x) for x in found] if any(isinstance(x, _Statistic) for x in inputs) else found
-    name, x = eqn.primitive.name, inputs[logits[0]]
+  def _follow(self, eqn: JaxprEqn) -> _Reading | None:
+    """The statistic that an operation reads; None if its result has columns. `Untiled` if it needs them all."""
+    name, var = eqn.primitive.name, eqn.invars[0]
+    sides = [n for n, x in enumerate(eqn.invars) if among(x, self._labels)]
+    ndim, dim = len(var.aval.shape), self._labels[eqn.invars[sides[0]]][0][1]
     if name in ("argmax", "top_k"):
-      return self._best(eqn, x)
-    if name == "gather" and isinstance(inputs[0], _Logits) and (is_pick(eqn) or is_row_pick(eqn, self._flat)):
-      return [_Statistic(self._pick(eqn, x, _array(inputs[1])))]
-    labels = {push(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
+      count = eqn.params.get("k", 1)
+      along = tuple(eqn.params["axes"]) if name == "argmax" else (eqn.params.get("axis", ndim - 1),)
+      if along != (dim,) or count > self.grid.blocks[COLUMNS] * self.shards:
+        raise Untiled(eqn)
+      return self._read(eqn, best(count), var)
+    base, shifts = self._shifted.get(var, (var, ())) if 0 in sides else (var, ())
+    if name == "gather" and sides == [0] and dim == ndim - 1:
+      if is_pick(eqn) or is_row_pick(eqn, self._flat):
+        return self._read(eqn, picked(functools.partial(_place, eqn)), base, eqn.invars[1], shifts=shifts)
+    labels = {push(eqn, n, self._labels[eqn.invars[n]], self.grid.lengths) for n in sides}
     if len(labels) > 1:
       raise Untiled(eqn)
-    own = labels.pop()
-    if not own:
-      return [_Statistic(self._reduce(eqn, inputs))]
-    is_plain = all(inputs[n].is_plain for n in logits) and not any(isinstance(x, _Statistic) for x in inputs)
-    form = None if is_plain or len(logits) > 1 else self._keep(eqn, x, logits[0], inputs)
-    if form is not None:
-      return [form._replace(labels=own)]
-    values = [
-      x.value(var.aval) if isinstance(x, _Logits) else _array(x)
-      for x, var in zip(inputs, eqn.invars, strict=True)
-    ]
-    return [_Logits(x, own) for x in bind(eqn, values)]
-
-  def _keep(self, eqn: JaxprEqn, x: _Logits, side: int, inputs: list[Value]) -> _Logits | None:
-    """The form of a result, if the operation has a rule; else the columns need another pass."""
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    other: Any = _array(inputs[1 - side]) if len(inputs) == 2 else jnp.zeros(())
-    if name == "convert_element_type" and is_inexact(out):
-      return x.change(lambda x: x.astype(out.dtype))
-    if name == "stop_gradient":
-      return x.change(jax.lax.stop_gradient)
-    if x.is_exponential:
+    if own := labels.pop():
+      self._labels.update(dict.fromkeys(eqn.outvars, own))
+      self._shift(eqn, dim)
       return None
-    if name == "exp":
-      return x._replace(is_exponential=True)
-    by_row = x.shift is None or not x.has_columns(other)
-    if by_row and (name in ("neg", "mul") or (name == "div" and side == 0)):
-      operation = {"neg": lambda x, _: -x, "mul": jnp.multiply, "div": jnp.divide}[name]
-      return x.change(lambda x: operation(x, other))
-    if name in ("add", "add_any", "sub") and side == 0 and not x.has_columns(other):
-      other = -other if name == "sub" else other
-      return x._replace(shift=other if x.shift is None else x.shift + other)
-    return None
-
-  def _pick(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
-    """An element of each row."""
-    given, out, dim = eqn.invars[0].aval, eqn.outvars[0].aval, x.dim
-    if not is_pick(eqn):  # an index beyond the columns reads the last, as in the gather
-      indices = jnp.clip(indices[..., -1:], 0, given.shape[-1] - 1)
-    whole = jnp.broadcast_to(x.base, given.shape)
-    found = pick(whole, indices, total=lambda x: self._of(SUM, dim, x)[0].astype(x.dtype))[0]
-    found = x._replace(base=found).value(out.update(shape=found.shape))
-    return jnp.broadcast_to(found.reshape(found.shape[: len(out.shape)]), out.shape)
-
-  def _reduce(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
-    """A result without columns."""
-    name, x = eqn.primitive.name, inputs[0]
-    if not isinstance(x, _Logits):
-      raise Untiled(eqn)
-    given = eqn.invars[0].aval
     if name == "reduce_sum":
-      return bind(eqn, [self._total(x, given)])[0]
-    if name in ("reduce_max", "reduce_min") and is_inexact(given):
-      sign = 1 if name == "reduce_max" else -1
-      kind = LARGEST if eqn.outvars[0] in self._derived else LARGEST_FIXED
-      return bind(eqn, [sign * self._of(kind, x.dim, sign * x.value(given))[0]])[0]
+      made = maker(var, self._made)
+      if made is not None and made.primitive.name == "exp" and among(made.invars[0], self._shifted):
+        base, shifts = self._shifted[made.invars[0]]
+        return self._read(eqn, EXPONENTIALS, base, shifts=shifts)
+      return self._read(eqn, SUM, base, shifts=shifts)
+    if name in ("reduce_max", "reduce_min") and is_inexact(var.aval):
+      return self._read(eqn, LARGEST if name == "reduce_max" else LEAST, var)
     raise Untiled(eqn)
 
-  def _total(self, x: _Logits, aval: Aval) -> jax.Array:
-    """The sum over the columns, which stay with size 1."""
-    shape = [1 if d == x.dim else size for d, size in enumerate(aval.shape)]
-    if x.is_exponential:
-      largest, total = self._of(EXPONENTIALS, x.dim, x.base)
-      power = jax.lax.stop_gradient(finite(largest))
-      found = jnp.exp(power if x.shift is None else power + x.shift) * total
-    else:
-      found = self._of(SUM, x.dim, x.base)[0]
-      if x.shift is not None:
-        found += x.shift * aval.shape[x.dim]
-    return jnp.broadcast_to(found, shape).astype(aval.dtype)
+  def _shift(self, eqn: JaxprEqn, dim: int) -> None:
+    """Keeps a result as its first operand and a shift, so that its statistics need no pass of their own."""
+    name, var, out = eqn.primitive.name, eqn.invars[0], eqn.outvars[0]
+    if not among(var, self._labels) or var.aval.shape != out.aval.shape:
+      return
+    base, shifts = self._shifted.get(var, (var, ()))
+    if name in ("add", "add_any", "sub"):
+      other = eqn.invars[1]
+      by_row = not among(other, self._labels) and (not other.aval.shape or other.aval.shape[dim] == 1)
+      if by_row and (shifts or self._level(other)):
+        self._shifted[out] = base, (*shifts, (-1 if name == "sub" else 1, other))
+    elif name == "convert_element_type" and shifts and is_inexact(out.aval):
+      self._shifted[out] = base, shifts
 
-  def _best(self, eqn: JaxprEqn, x: _Logits) -> list[_Statistic]:
-    """The largest elements and their columns, or the column of the largest element."""
-    aval, dim = eqn.invars[0].aval, x.dim
-    alone = eqn.primitive.name == "argmax"
-    count = 1 if alone else eqn.params["k"]
-    along = tuple(eqn.params["axes"]) if alone else (eqn.params.get("axis", aval.ndim - 1),)
-    if along != (dim,) or count > self._grid.blocks[COLUMNS] * self._labels[0][2]:
-      raise Untiled(eqn)
-    numbers = [size if d == dim else 1 for d, size in enumerate(aval.shape)]
-    numbers = jax.lax.broadcasted_iota(jnp.int32, numbers, dim)
-    values, places = self._of(best(count), dim, x.value(aval), numbers)
-    places = places.astype(eqn.outvars[-1].aval.dtype)
-    return [_Statistic(places.squeeze(dim))] if alone else [_Statistic(values), _Statistic(places)]
+  def results(self, *inputs: jax.Array) -> list[Value]:
+    """The results of the loss, with its statistics computed by chunks."""
+    body = self._flat.jaxpr
+    for var in body.outvars:
+      if among(var, self._labels):
+        raise TrainError(
+          f"loss_chunks cannot be honoured: the loss returns {var.aval.str_short()}.",
+          details=f"it depends on the logits {self._product.outvars[0].aval.str_short()}, and has their columns",
+          fix="return sums over the columns, or a number for each token; or leave loss_chunks out.",
+        )
+    known, found = values_of(self._flat, inputs), dict[int, list[jax.Array]]()
+    known.update(dict.fromkeys(self._labels))
 
-  def _of(self, kind: Kind, dim: int, *xs: jax.Array) -> list[jax.Array]:
-    """A statistic, as a call that is found again in the trace."""
-    key = kind, dim, *map(id, xs)
-    if key not in self._made:
-      name = f"{_NAME}{len(self._kinds)}"
-      self._kinds[name] = kind
+    def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+      reading = self._readings.get(id(eqn))
+      if reading is None:
+        return DEFAULT
+      if id(eqn) not in found:
+        now = {key: one.statistic for key, one in self._readings.items() if one.level == reading.level}
+        found.update(zip(now, self._pass([*now.values()]).results(known), strict=True))
+      shift = [sign * read(var, known) for sign, var in reading.shifts]
+      return self._finish(eqn, reading.statistic, found[id(eqn)], sum(shift, jnp.zeros(())), inputs)
 
-      def statistic(*xs: jax.Array) -> list[jax.Array]:
-        return kind.of(*xs)
+    order = [eqn for eqn in body.eqns if not any(var in self._labels for var in eqn.outvars)]
+    # All that a pass needs comes before it.
+    order.sort(key=lambda eqn: max(map(self._level, (*eqn.invars, *eqn.outvars)), default=0))
+    run_operations(order, known, rule)
+    return [read(var, known) for var in body.outvars]
 
-      statistic.__name__ = name
-      results = jax.jit(statistic, inline=False)(*(jnp.moveaxis(x, dim, -1) for x in xs))
-      self._made[key] = xs, [jnp.moveaxis(x, -1, dim) for x in results]
-    return self._made[key][1]
-
-  def _in_levels(self, body: Jaxpr, product: JaxprEqn) -> Jaxpr:
-    """The program with its statistics in chunks; a statistic comes after the statistics it depends on."""
-    depends, size = dependents(body, {*product.outvars}), product.outvars[0].aval.size
+  def _pass(self, statistics: Sequence[Statistic]) -> Pass:
+    depends = dependents(self._flat, self._product.outvars)
 
     def leaf(var: Var, own: Labels) -> bool:
-      return not own or var in product.invars or (var not in depends and 2 * var.aval.size < size)
+      small = var not in depends and 2 * var.aval.size < self._size
+      return not own or var in self._product.invars or small
 
-    calls = [eqn for eqn in body.eqns if eqn.params.get("name") in self._kinds]
-    while calls:
-      later = dependents(body, {out for eqn in calls for out in eqn.outvars})
-      now = [eqn for eqn in calls if not any(among(var, later) for var in eqn.invars)]
-      calls = [eqn for eqn in calls if eqn not in now]
-      tiles, factor = Tiles(body, self._grid, leaf), self._labels[0][2]
-      ends = [[(var, ((COLUMNS, var.aval.ndim - 1, factor),)) for var in eqn.invars] for eqn in now]
-      for node in (node for nodes in ends for node in nodes):
+    tiles = Tiles(self._flat.jaxpr, self.grid, leaf)
+    for one in statistics:
+      for node in one.nodes:
         tiles.need(*node, depends.__contains__)
-      kinds = [self._kinds[eqn.params["name"]] for eqn in now]
-      statistics = Statistics(tiles, kinds, ends, now, apart_of(tiles, product, self._apart))
-      made = [out for eqn in now for out in eqn.outvars]
-      new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
-      after = dependents(body, {*made})
-      late = {id(new): 1} | {id(eqn): 2 for eqn in body.eqns if any(among(var, after) for var in eqn.invars)}
-      eqns = [new, *(eqn for eqn in body.eqns if eqn not in now)]
-      body = body.replace(eqns=sorted(eqns, key=lambda eqn: late.get(id(eqn), 0)))  # else in their order
-    return body
+    whole = next((var for var, _ in tiles.leaves if var in self._labels), None)
+    if whole is not None:
+      raise Untiled(self._made[whole])
+    return Pass(statistics, tiles, self._head)
+
+  def _finish(
+    self, eqn: JaxprEqn, statistic: Statistic, numbers: list[jax.Array], shift: jax.Array, inputs: list[Value]
+  ) -> Sequence[jax.Array]:
+    """The results of an operation that reads a statistic."""
+    name, given = eqn.primitive.name, eqn.invars[0].aval
+    ((_, dim, _),) = self._labels[eqn.invars[0]]
+    first, *others = (jnp.moveaxis(x, -1, dim) for x in numbers)
+    if name in ("argmax", "top_k"):
+      places = others[0].astype(eqn.outvars[-1].aval.dtype)
+      return [places.squeeze(dim)] if name == "argmax" else [first, places]
+    if name == "gather":
+      out = eqn.outvars[0].aval
+      found = with_nan_outside(first + shift, _place(eqn, inputs[1]), given.shape[dim]).astype(out.dtype)
+      return [found.reshape(found.shape[: len(out.shape)])]
+    if statistic.kind is EXPONENTIALS:
+      first = jnp.exp(jax.lax.stop_gradient(finite(first)) + shift) * others[0]
+    elif statistic.kind is SUM:
+      first += shift * given.shape[dim]
+    elif statistic.kind is LEAST:
+      first = -first
+    shape = [1 if d == dim else size for d, size in enumerate(given.shape)]
+    return bind(eqn, [jnp.broadcast_to(first, shape).astype(given.dtype)])
+
+
+def _place(eqn: JaxprEqn, indices: jax.Array) -> jax.Array:
+  """The column that a gather reads of each row, with size 1."""
+  shape = eqn.invars[0].aval.shape
+  if is_pick(eqn):
+    return place_in_row(indices, shape)
+  return jnp.clip(indices[..., -1:], 0, shape[-1] - 1)
