@@ -8,7 +8,6 @@ zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,10 +75,13 @@ def _constant(var: Var, program: ClosedJaxpr) -> np.ndarray | None:
   return None if found is None or is_tracer(found) else np.asarray(found)
 
 
-def place_in_row(indices: jax.Array, shape: Sequence[int]) -> jax.Array:
-  """The indices of such an operation, one for each row of an array of this shape, with size 1."""
-  full = indices.ndim > len(shape)  # else without the dims of size 1
-  return jax.lax.squeeze(indices, (indices.ndim - 1,)) if full else indices.reshape(*shape[:-1], 1)
+def place_in_row(eqn: JaxprEqn, indices: jax.Array) -> jax.Array:
+  """The index that such an operation reads or changes of each row, with size 1."""
+  shape = eqn.invars[0].aval.shape
+  if is_pick(eqn):
+    full = indices.ndim > len(shape)  # else without the dims of size 1
+    return jax.lax.squeeze(indices, (indices.ndim - 1,)) if full else indices.reshape(*shape[:-1], 1)
+  return jnp.clip(indices[..., -1:], 0, shape[-1] - 1)
 
 
 def with_nan_outside(found: jax.Array, places: jax.Array, length: int) -> jax.Array:
@@ -88,9 +90,9 @@ def with_nan_outside(found: jax.Array, places: jax.Array, length: int) -> jax.Ar
   return found + jnp.where(inside, 0.0, jnp.nan).astype(found.dtype)
 
 
-def pick(x: jax.Array, indices: jax.Array, *updates: jax.Array) -> Results:
+def pick(eqn: JaxprEqn, x: jax.Array, indices: jax.Array, *updates: jax.Array) -> Results:
   """The results of such an operation."""
-  places, where = place_in_row(indices, x.shape), struct(jax.typeof(x)).sharding
+  places, where = place_in_row(eqn, indices), struct(jax.typeof(x)).sharding
   columns = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1, out_sharding=where)
   chosen = columns == jnp.broadcast_to(places, x.shape)
   zeros = jnp.zeros_like(x)

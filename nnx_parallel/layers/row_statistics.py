@@ -9,24 +9,25 @@ the statistics of all columns: for this sum `exp(chunk - 5)`, the softmax but fo
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from nnx_parallel.attention.tiling import BlockNumbers, Grid, Labels, Node, Tiles, fill, finite, pull, tie
+from nnx_parallel.attention.tiling import BlockNumbers, Labels, Node, Tiles, fill, finite, pull, tie
 from nnx_parallel.core.interpret import read
 from nnx_parallel.core.jaxprs import bind, is_inexact
 from nnx_parallel.core.types import JaxprEqn, PyTree, Value, Var
-from nnx_parallel.layers.picks import place_in_row
+from nnx_parallel.layers.picks import with_nan_outside
 
 COLUMNS = "columns"
+Arrays: TypeAlias = list[jax.Array]
+Shifts: TypeAlias = tuple[tuple[int, Var], ...]
+"""Numbers of each row, with their signs."""
 
 
 def _wide(x: jax.Array) -> DTypeLike:
@@ -36,248 +37,232 @@ def _wide(x: jax.Array) -> DTypeLike:
 class Kind(NamedTuple):
   """A statistic of a chunk `x`, of which `columns` are the numbers; `others` are more numbers of each row."""
 
-  of: Callable[..., list[jax.Array]]  # `(x, columns, *others) -> numbers` per row
-  combine: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]  # `(numbers, numbers) -> numbers`
+  of: Callable[..., Arrays]  # `(x, columns, *others) -> numbers` per row
+  combine: Callable[[Arrays, Arrays], Arrays]  # `(numbers, numbers) -> numbers`
   # `(their gradients, the numbers of all columns, x, columns, *others) -> gradient of x`
   pull: Callable[..., jax.Array]
-  start: tuple[float, ...]  # the numbers of no columns
-  absent: float  # an element that changes nothing
+  # `(numbers, shift, length) -> results` for all of `x + shift`, where `shift` is a number per row
+  result: Callable[[Arrays, jax.Array, int], Arrays]
+  start: tuple[float, ...] = (-math.inf, 0)  # the numbers of no columns
+  absent: float = -math.inf  # an element that changes nothing
 
 
-def _sum(x: jax.Array) -> jax.Array:
-  return x.sum(-1, keepdims=True, dtype=_wide(x))
+def _sum(x: jax.Array) -> Arrays:
+  return [x.sum(-1, keepdims=True, dtype=_wide(x))]
 
 
-def _add(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
+def _add(a: Arrays, b: Arrays) -> Arrays:
   return [a[0] + b[0]]
 
 
-SUM = Kind(lambda x, _: [_sum(x)], _add, lambda g, _, x, __: g[0] + jnp.zeros_like(x), start=(0,), absent=0)
+SUM = Kind(
+  of=lambda x, _: _sum(x),
+  combine=_add,
+  pull=lambda g, _, x, __: g[0] + jnp.zeros_like(x),
+  result=lambda numbers, shift, length: [numbers[0] + shift * length],
+  start=(0,),
+  absent=0,
+)
 
 
-def _exponentials(power: jax.Array, _: jax.Array) -> list[jax.Array]:
-  # The derivative by the maximum is 0 in all.
-  largest = jax.lax.stop_gradient(power.astype(_wide(power)).max(-1, keepdims=True))
-  return [largest, jnp.exp(power - finite(largest)).sum(-1, keepdims=True)]
+def picked(place: Callable[[jax.Array], jax.Array], length: int) -> Kind:
+  """The element of each row in the column `place(others)`; NaN if it is none of `length` columns."""
+
+  def choose(x: jax.Array, columns: jax.Array, others: jax.Array) -> jax.Array:
+    return jnp.where(columns == place(others), x, jnp.zeros_like(x))
+
+  def of(x: jax.Array, columns: jax.Array, others: jax.Array) -> Arrays:
+    (found,) = _sum(choose(x, columns, others))
+    return [with_nan_outside(found, place(others), length)]
+
+  def pull(g: Arrays, _: object, x: jax.Array, columns: jax.Array, others: jax.Array) -> jax.Array:
+    return choose(g[0] + jnp.zeros_like(x), columns, others)
+
+  return Kind(of, _add, pull, lambda numbers, shift, _: [numbers[0] + shift], (0,), 0)
 
 
-def _combine_exponentials(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-  largest = jnp.maximum(a[0], b[0])
-  base = finite(largest)
-  return [largest, a[1] * jnp.exp(a[0] - base) + b[1] * jnp.exp(b[0] - base)]
+def _largest(sign: int = 1, has_powers: bool = False) -> Kind:
+  """The maximum of `sign * x`, and how many elements equal it, or the sum of `exp(x - maximum)`.
 
+  The gradient is that of the maximum, shared by equal elements, or that of the sum, for a constant maximum.
+  """
 
-EXPONENTIALS = Kind(
-  _exponentials, _combine_exponentials,
-  lambda g, known, power, _: g[1] * jnp.exp(power - finite(known[0])),
-  start=(-math.inf, 0), absent=-math.inf,
-)  # fmt: skip
-"""The maximum, as a constant, and the sum of `exp(x - maximum)`."""
+  def weigh(x: jax.Array, largest: jax.Array) -> jax.Array:
+    # Not `x - largest == 0`: a compiler may round the difference otherwise than its operands.
+    return jnp.exp(x - finite(largest)) if has_powers else (x == largest).astype(x.dtype)
 
+  def of(x: jax.Array, _: jax.Array) -> Arrays:
+    x = sign * x.astype(_wide(x))
+    largest = x.max(-1, keepdims=True)
+    return [largest, *_sum(weigh(x, jax.lax.stop_gradient(largest)))]
 
-def _extreme(sign: int) -> Kind:
-  """The maximum of `sign * x`, and how many elements equal it: each has its share of the gradient."""
-
-  def of(x: jax.Array, _: jax.Array) -> list[jax.Array]:
-    largest = (sign * x).max(-1, keepdims=True)
-    return [largest, _sum((sign * x == largest).astype(x.dtype)).astype(x.dtype)]
-
-  def combine(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
+  def combine(a: Arrays, b: Arrays) -> Arrays:
     largest = jnp.maximum(a[0], b[0])
-    counts = [jnp.where(x[0] == largest, x[1], jnp.zeros_like(x[1])) for x in (a, b)]
-    return [largest, counts[0] + counts[1]]
+    weights = [weigh(*jax.lax.stop_gradient((x, largest))) for x in (a[0], b[0])]
+    return [largest, a[1] * weights[0] + b[1] * weights[1]]
 
-  def pull(g: list[jax.Array], known: list[jax.Array], x: jax.Array, _: jax.Array) -> jax.Array:
-    # A compiled sum may round the elements otherwise than their maximum, and count none.
-    share = sign * g[0] / jnp.maximum(known[1], 1)
-    return jnp.where(sign * x == known[0], share, jnp.zeros_like(x))
+  def pull(g: Arrays, known: Arrays, x: jax.Array, _: jax.Array) -> jax.Array:
+    # A compiled count may round the elements otherwise than their maximum, and be 0.
+    share = g[1] if has_powers else sign * g[0] / jnp.maximum(known[1], 1)
+    return share * weigh(sign * x.astype(_wide(x)), known[0])
 
-  return Kind(of, combine, pull, start=(-math.inf, 0), absent=-sign * math.inf)
+  def result(numbers: Arrays, shift: jax.Array, _: int) -> Arrays:
+    if has_powers:
+      return [jnp.exp(jax.lax.stop_gradient(finite(numbers[0])) + shift) * numbers[1]]
+    return [sign * numbers[0]]
+
+  return Kind(of, combine, pull, result, absent=-sign * math.inf)
 
 
-LARGEST, LEAST = _extreme(1), _extreme(-1)
+EXPONENTIALS = _largest(has_powers=True)
+EXTREMES = {"reduce_max": _largest(), "reduce_min": _largest(sign=-1)}
 
 
 @functools.cache
-def best(count: int) -> Kind:
+def best(count: int, only_columns: bool) -> Kind:
   """The largest elements, and their columns."""
 
-  def of(x: jax.Array, columns: jax.Array) -> list[jax.Array]:
+  def of(x: jax.Array, columns: jax.Array) -> Arrays:
     alone = x.max(-1, keepdims=True), x.argmax(-1, keepdims=True)
     found, places = alone if count == 1 else jax.lax.top_k(x, count)
     return [found, jnp.take_along_axis(columns, places, -1)]
 
-  def combine(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
+  def combine(a: Arrays, b: Arrays) -> Arrays:
     pairs = [jnp.concatenate(pair, -1) for pair in zip(a, b, strict=True)]
     ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, the first column
     return [-ordered[0][..., :count], ordered[1][..., :count]]
 
-  def pull(g: list[jax.Array], known: list[jax.Array], x: jax.Array, columns: jax.Array) -> jax.Array:
+  def pull(g: Arrays, known: Arrays, x: jax.Array, columns: jax.Array) -> jax.Array:
     found = jnp.zeros_like(x)
-    for n in range(count):
-      found = jnp.where(columns == known[1][..., n : n + 1], g[0][..., n : n + 1], found)
+    for n in (slice(n, n + 1) for n in range(count)):
+      found = jnp.where(columns == known[1][..., n], g[0][..., n], found)
     return found
 
-  return Kind(of, combine, pull, start=(-math.inf, 0), absent=-math.inf)
-
-
-def picked(place: Callable[[jax.Array], jax.Array]) -> Kind:
-  """The element of each row in the column `place(others)`; 0 if there is none."""
-
-  def of(x: jax.Array, columns: jax.Array, others: jax.Array) -> list[jax.Array]:
-    return [_sum(jnp.where(columns == place(others), x, jnp.zeros_like(x)))]
-
-  def pull(g: list[jax.Array], _: object, x: jax.Array, columns: jax.Array, others: jax.Array) -> jax.Array:
-    return jnp.where(columns == place(others), g[0], jnp.zeros_like(x))
-
-  return Kind(of, _add, pull, start=(0,), absent=0)
+  return Kind(of, combine, pull, lambda numbers, *_: numbers[only_columns:])
 
 
 class Statistic(NamedTuple):
-  """A statistic of a value of a program, and of other values of it."""
+  """A statistic of values of a program, to the first of which numbers of each row are added."""
 
   kind: Kind
   nodes: tuple[Node, ...]  # the value with columns comes first
   derived: bool  # whether its gradient may be needed
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-  """The product that makes logits, for `groups` of its columns, each with a copy of its input."""
-
-  product: JaxprEqn
-  labels: Labels  # of its result
-  grid: Grid
-  groups: int
-
-  @functools.cached_property
-  def _wanted(self) -> list[Labels]:
-    return pull(self.product, self.labels, self.grid.lengths)
-
-  @functools.cached_property
-  def side(self) -> int | None:
-    """Which operand is copied; None for one group, for groups of one column, or without a gradient."""
-    side = next((n for n, own in enumerate(self._wanted) if not own), None)
-    if self.groups == 1 or side is None or not is_inexact(self.product.invars[side].aval):
-      return None
-    return side if self._wanted[1 - side] else None
-
-  def add(self, known: dict[Node, jax.Array]) -> None:
-    """Adds a chunk of the result, given copies of the input and a chunk of the weights."""
-    nodes = list(zip(self.product.invars, self._wanted, strict=True))
-    weights = 1 - (self.side or 0)
-    ((_, dim, _),) = self._wanted[weights]
-    pair = [known[node] for node in nodes]
-    whole = pair[weights]
-    groups = whole.reshape(*whole.shape[:dim], self.groups, -1, *whole.shape[dim + 1 :])
-    pair[weights] = jnp.moveaxis(groups, dim, 0)
-    found = jax.vmap(lambda *xs: bind(self.product, xs)[0])(*pair)
-    ((_, dim, _),) = self.labels
-    logits = jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
-    known[self.product.outvars[0], self.labels] = logits
+  shifts: Shifts
+  level: int  # the number of passes until it is known
 
 
 class Pass:
-  """Some statistics, in one pass over the chunks of the columns; another pass computes their gradients."""
+  """Some statistics, in one pass over the chunks of the columns; another pass computes their gradients.
 
-  def __init__(self, statistics: Sequence[Statistic], tiles: Tiles, head: Head):
-    self._statistics, self._tiles, self._head, self._grid = statistics, tiles, head, head.grid
+  `head` is the product that makes logits with these labels. In the backward pass, each of `groups` of its
+  columns has a copy of its input: an own gradient, until the last chunk.
+  """
+
+  def __init__(
+    self, statistics: Sequence[Statistic], tiles: Tiles, head: JaxprEqn, labels: Labels, groups: int
+  ):
+    self._statistics, self._tiles, self._grid, self._head = statistics, tiles, tiles.grid, head
+    self._groups, self._logits = groups, (head.outvars[0], labels)
     # Values with gradients come first.
     self._leaves = sorted(tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
     self._floats = sum(is_inexact(var.aval) for var, _ in self._leaves)
-    self._blocks = np.arange(self._grid.count(COLUMNS), dtype=np.int32)
+    self._operands = list(zip(head.invars, pull(head, labels, self._grid.lengths), strict=True))
+    whole = [node for node in self._operands if not node[1]]  # the input, and weights of one column
+    is_copied = groups > 1 and len(whole) == 1 and is_inexact(whole[0][0].aval)
+    self._copied = self._leaves.index(whole[0]) if is_copied else None
 
-  def results(self, known: Mapping[Var, Value]) -> list[list[jax.Array]]:
+  @property
+  def _blocks(self) -> jax.Array:
+    """The numbers of the chunks."""
+    return jnp.arange(self._grid.count(COLUMNS), dtype=jnp.int32)
+
+  def results(self, known: Mapping[Var, Value]) -> list[Arrays]:
     """The numbers of each statistic, given the values that the chunks are made of."""
-
-    @jax.custom_vjp
-    def loss_in_chunks(*given: jax.Array) -> list[list[jax.Array]]:
-      return self._forward(*given)
-
-    def with_kept(*given: jax.Array) -> tuple[list[list[jax.Array]], PyTree]:
-      found = self._forward(*given)
-      return found, (given, found)
-
-    loss_in_chunks.defvjp(with_kept, self._backward)
+    loss_in_chunks = jax.custom_vjp(lambda *given: self._forward(*given)[0])
+    loss_in_chunks.defvjp(self._forward, self._backward)
     return jax.jit(loss_in_chunks, inline=False)(*(read(var, known) for var, _ in self._leaves))
 
-  def _forward(self, *given: jax.Array) -> list[list[jax.Array]]:
-    *given, blocks = tie([*given, jnp.asarray(self._blocks)])
+  def _forward(self, *given: jax.Array) -> tuple[list[Arrays], PyTree]:
+    *tied, blocks = tie([*given, self._blocks])
 
-    def of(block: jax.Array) -> list[list[jax.Array]]:
+    def of(block: jax.Array) -> list[Arrays]:
       places = {COLUMNS: block}
-      found = self._inputs(self._take(given, places), places)
-      pairs = zip(self._statistics, found, strict=True)
-      return [kind.of(self._fresh(x, places, kind.absent), *others) for (kind, *_), (x, *others) in pairs]
+      triples = zip(self._statistics, self._inputs(self._take(tied, places), places), strict=True)
+      return [one.kind.of(self._fresh(x, places, one.kind.absent), *others) for one, (x, *others) in triples]
 
-    def body(state: list[list[jax.Array]], block: jax.Array) -> tuple[list[list[jax.Array]], None]:
-      pairs = zip(self._statistics, state, of(block), strict=True)
-      return [one.kind.combine(before, new) for one, before, new in pairs], None
+    def body(state: list[Arrays], block: jax.Array) -> tuple[list[Arrays], None]:
+      triples = zip(self._statistics, state, of(block), strict=True)
+      return [one.kind.combine(before, new) for one, before, new in triples], None
 
-    numbers = jax.eval_shape(of, blocks[0])
     start = [
       [fill(aval, x, aval.dtype) for aval, x in zip(avals, one.kind.start, strict=False)]
-      for one, avals in zip(self._statistics, numbers, strict=True)
+      for one, avals in zip(self._statistics, jax.eval_shape(of, blocks[0]), strict=True)
     ]
-    return jax.lax.scan(body, start, blocks)[0]
+    found = jax.lax.scan(body, start, blocks)[0]
+    return found, (given, found)
 
-  def _take(self, given: Sequence[jax.Array], places: BlockNumbers) -> list[jax.Array]:
-    """The leaves for a chunk."""
-    pairs = zip(given, self._leaves, strict=False)
-    return [self._grid.take(x, own, places) for x, (_, own) in pairs]
+  def _take(self, given: Sequence[jax.Array], places: BlockNumbers) -> Arrays:
+    """The values that a chunk is made of."""
+    return [self._grid.take(x, own, places) for x, (_, own) in zip(given, self._leaves, strict=True)]
 
-  def _inputs(
-    self, tiles: Sequence[jax.Array], places: BlockNumbers, copied: bool = False
-  ) -> list[list[jax.Array]]:
+  def _inputs(self, taken: Sequence[jax.Array], places: BlockNumbers, copied: bool = False) -> list[Arrays]:
     """What each statistic takes: a chunk of the value with columns, the numbers of these, other values."""
-    known = dict(zip(self._leaves, tiles, strict=True))
+    known, ((_, _, factor),) = dict(zip(self._leaves, taken, strict=True)), self._logits[1]
     if copied:
-      self._head.add(known)
-    length, factor = self._grid.lengths[COLUMNS], self._head.labels[0][2]
-    columns = self._grid.indices(COLUMNS, places) + length * jnp.arange(factor)[:, None]
-    found: list[list[jax.Array]] = []
-    for _, ((var, own), *others), _ in self._statistics:
-      x = jnp.moveaxis(self._tiles.value(var, own, known, places), own[0][1], -1)
-      numbers = columns.astype(jnp.int32).reshape(-1) + jnp.zeros_like(x, jnp.int32)
-      found.append([x, numbers, *(self._tiles.value(*node, known, places) for node in others)])
+      known[self._logits] = self._of_copies([known[node] for node in self._operands])
+    parts = jnp.arange(factor, dtype=jnp.int32)[:, None] * self._grid.lengths[COLUMNS]
+    columns = (parts + self._grid.indices(COLUMNS, places)).reshape(-1)
+    found: list[Arrays] = []
+    for one in self._statistics:
+      x, *others = [self._tiles.value(*node, known, places) for node in one.nodes]
+      x = jnp.moveaxis(x, one.nodes[0][1][0][1], -1)
+      found.append([x, columns + jnp.zeros_like(x, columns.dtype), *others])
     return found
 
   def _fresh(self, x: jax.Array, places: BlockNumbers, absent: float) -> jax.Array:
     """A chunk without the columns that an earlier chunk has."""
-    return self._grid.fresh(x, ((COLUMNS, x.ndim - 1, self._head.labels[0][2]),), places, absent)
+    return self._grid.fresh(x, ((COLUMNS, x.ndim - 1, self._logits[1][0][2]),), places, absent)
+
+  def _of_copies(self, operands: Arrays) -> jax.Array:
+    """A chunk of the logits, given copies of their input, and a chunk of the weights."""
+    ((_, dim, _),), dims = self._logits[1], [own[0][1] if own else 0 for _, own in self._operands]
+    for n, (_, own) in enumerate(self._operands):
+      if own:
+        before, after = operands[n].shape[: dims[n]], operands[n].shape[dims[n] + 1 :]
+        operands[n] = operands[n].reshape(*before, self._groups, -1, *after)
+    product = jax.vmap(lambda *xs: bind(self._head, xs)[0], dims, dim)
+    return jax.lax.collapse(product(*operands), dim, dim + 2)
 
   def _backward(self, kept: PyTree, gradients: PyTree) -> tuple[jax.Array | None, ...]:
-    given, found = kept
-    owns = [own for _, own in self._leaves[: self._floats]]
-    first, rest = list(given[: self._floats]), given[self._floats :]
-    side = self._head.side
-    copied = None if side is None else self._leaves.index((self._head.product.invars[side], ()))
+    (given, found), floats, copied = kept, self._floats, self._copied
+    first, rest = list(given[:floats]), given[floats:]
     if copied is not None:
-      x = first[copied]
-      first[copied] = jnp.broadcast_to(x[None], (self._head.groups, *x.shape))
+      first[copied] = jnp.broadcast_to(first[copied][None], (self._groups, *first[copied].shape))
 
-    def body(totals: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
+    def body(totals: Arrays, block: jax.Array) -> tuple[Arrays, None]:
       places = {COLUMNS: block}
-      tiles = self._take([*first, *rest], places)
+      taken = self._take([*first, *rest], places)
 
-      def chunks(*floats: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        inputs = self._inputs([*floats, *tiles[self._floats :]], places, copied=copied is not None)
-        pairs = zip(self._statistics, inputs, strict=True)
-        return [x for one, (x, *_) in pairs if one.derived], inputs
+      def chunks(*own: jax.Array) -> tuple[Arrays, list[Arrays]]:
+        inputs = self._inputs([*own, *taken[floats:]], places, copied is not None)
+        return [xs[0] for one, xs in zip(self._statistics, inputs, strict=True) if one.derived], inputs
 
-      _, pull, inputs = jax.vjp(chunks, *tiles[: self._floats], has_aux=True)
+      _, pull, inputs = jax.vjp(chunks, *taken[:floats], has_aux=True)
       arriving = [
-        self._fresh(one.kind.pull(g, total, x, *others), places, 0).astype(x.dtype)
-        for one, g, total, (x, *others) in zip(self._statistics, gradients, found, inputs, strict=True)
+        self._fresh(one.kind.pull(g, total, *xs), places, 0).astype(xs[0].dtype)
+        for one, g, total, xs in zip(self._statistics, gradients, found, inputs, strict=True)
         if one.derived
       ]
-      triples = zip(totals, pull(arriving), owns, strict=True)
-      news = [self._grid.take(x, own, places) + new.astype(x.dtype) for x, new, own in triples]
-      pairs = zip(totals, news, owns, strict=True)
-      return [self._grid.put(x, new, own, places) for x, new, own in pairs], None
+      before = self._take([*totals, *rest], places)[:floats]
+      after = [x + new.astype(x.dtype) for x, new in zip(before, pull(arriving), strict=True)]
+      triples = zip(totals, after, self._leaves, strict=False)
+      return [self._grid.put(x, new, own, places) for x, new, (_, own) in triples], None
 
     # What all chunks read has a sum over them, in float32.
-    zeros = [jnp.zeros_like(x if own else x.astype(_wide(x))) for x, own in zip(first, owns, strict=True)]
+    zeros = [
+      jnp.zeros_like(x if own else x.astype(_wide(x)))
+      for x, (_, own) in zip(first, self._leaves, strict=False)
+    ]
     sums, _ = jax.lax.scan(body, zeros, self._blocks)
     results = [total.astype(x.dtype) for total, x in zip(sums, first, strict=True)]
     if copied is not None:
