@@ -211,7 +211,7 @@ class _Columns:
     if name in ("argmax", "top_k"):
       count = eqn.params.get("k", 1)
       along = tuple(eqn.params["axes"]) if name == "argmax" else (eqn.params.get("axis", ndim - 1),)
-      if along != (dim,) or count > self.grid.blocks[COLUMNS] * self.shards:
+      if along != (dim,) or count > self.grid.blocks[COLUMNS] * self.shards or not is_inexact(var.aval):
         raise Untiled(eqn)
       return self._add(eqn, best(count, name == "argmax"), var)
     is_gather = name == "gather" and sides == [0] and dim == ndim - 1

@@ -51,18 +51,19 @@ def _sum(x: jax.Array) -> Arrays:
   return [x.sum(-1, keepdims=True, dtype=_wide(x))]
 
 
-def _add(a: Arrays, b: Arrays) -> Arrays:
-  return [a[0] + b[0]]
+def _total(choose: Callable[..., jax.Array], result: Callable[[Arrays, jax.Array, int], Arrays]) -> Kind:
+  """The sum of the elements, or of those that `choose(x, columns, *others)` keeps; the others are 0."""
+  return Kind(
+    of=lambda x, *others: _sum(choose(x, *others)),
+    combine=lambda a, b: [a[0] + b[0]],
+    pull=lambda g, _, x, *others: choose(g[0] + jnp.zeros_like(x), *others),
+    result=result,
+    start=(0,),
+    absent=0,
+  )
 
 
-SUM = Kind(
-  of=lambda x, _: _sum(x),
-  combine=_add,
-  pull=lambda g, _, x, __: g[0] + jnp.zeros_like(x),
-  result=lambda numbers, shift, length: [numbers[0] + shift * length],
-  start=(0,),
-  absent=0,
-)
+SUM = _total(lambda x, _: x, lambda numbers, shift, length: [numbers[0] + shift * length])
 
 
 def picked(place: Callable[[jax.Array], jax.Array], length: int) -> Kind:
@@ -72,13 +73,9 @@ def picked(place: Callable[[jax.Array], jax.Array], length: int) -> Kind:
     return jnp.where(columns == place(others), x, jnp.zeros_like(x))
 
   def of(x: jax.Array, columns: jax.Array, others: jax.Array) -> Arrays:
-    (found,) = _sum(choose(x, columns, others))
-    return [with_nan_outside(found, place(others), length)]
+    return [with_nan_outside(found, place(others), length) for found in _sum(choose(x, columns, others))]
 
-  def pull(g: Arrays, _: object, x: jax.Array, columns: jax.Array, others: jax.Array) -> jax.Array:
-    return choose(g[0] + jnp.zeros_like(x), columns, others)
-
-  return Kind(of, _add, pull, lambda numbers, shift, _: [numbers[0] + shift], (0,), 0)
+  return _total(choose, lambda numbers, shift, _: [numbers[0] + shift])._replace(of=of)
 
 
 def _largest(sign: int = 1, has_powers: bool = False) -> Kind:
