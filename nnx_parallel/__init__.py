@@ -9,10 +9,9 @@ __version__ = "0.1.0rc1"
 
 # A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel import errors, hosts, interop, loop, parallel, recipes, report, testing, verify
+  from nnx_parallel import errors, hosts, interop, loop, parallel, presets, recipes, report, testing, verify
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.core.mesh import abstract_mesh, describe_mesh, make_mesh
-  from nnx_parallel.create.cache import compilation_cache
   from nnx_parallel.create.constructor import create_sharded_model, unsharded
   from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
@@ -21,6 +20,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.decode.sampling import Sampling
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.bringup import init_distributed
+  from nnx_parallel.hosts.compilation_cache import compilation_cache
   from nnx_parallel.hosts.data import batches, shard_batch
   from nnx_parallel.infer.rules import infer_rules
   from nnx_parallel.layers.layers import with_layers
@@ -41,7 +41,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.report.compile_report import compile_report
   from nnx_parallel.report.memory import memory_plan
   from nnx_parallel.report.search import search
-  from nnx_parallel.rules import presets
   from nnx_parallel.rules.fallback import fsdp, replicate, require_names
   from nnx_parallel.rules.inputs import InputRules
   from nnx_parallel.rules.logical import LogicalRules

@@ -17,7 +17,8 @@ rest: each argument, what is returned, what is raised, and an example that runs.
 `python tests/test_public_surface.py --update` writes this page.
 """
 SECTIONS = {
-  "core": "Meshes", "rules": "Declare", "infer": "Propose rules", "layout": "Plan", "create": "Create",
+  "core": "Meshes", "rules": "Declare", "presets": "Ready-made rules", "infer": "Propose rules",
+  "layout": "Plan", "create": "Create",
   "layers": "Layers", "train": "Train", "optimizers": "Wrappers of optimizers", "verify": "Verify",
   "decode": "Generate", "loop": "The training loop", "checkpoint": "Checkpoints", "report": "Reports",
   "hosts": "Batches and hosts", "errors": "Errors and warnings",

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "nnx_parallel"
 
 # Lowest first. Rooms in one group are siblings: they do not import each other either.
 ORDER = (
-  {"errors"}, {"core"}, {"rules"}, {"layout"}, {"infer"}, {"create"}, {"checkpoint"},
+  {"errors"}, {"core"}, {"rules"}, {"layout"}, {"infer", "presets"}, {"create"}, {"checkpoint"},
   {"attention", "optimizers"}, {"layers"}, {"train", "schemes", "decode", "verify"}, {"interop", "hosts"},
   {"report"}, {"loop"}, {"recipes"}, {"cli"},
 )  # fmt: skip

@@ -91,7 +91,7 @@ ASSUMED = {
   "core/padding.py: the last read of a Variable is not kept alive": lambda: (
     weakref.ref(array := jnp.ones(2))() is array
   ),
-  "create/cache.py: jax decides once whether there is a cache": lambda: callable(
+  "hosts/compilation_cache.py: jax decides once whether there is a cache": lambda: callable(
     compilation_cache.reset_cache
   ),
   "hosts/agree.py: barriers have names and timeouts": names_barriers,

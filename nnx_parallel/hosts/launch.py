@@ -24,8 +24,7 @@ from typing import IO
 
 from nnx_parallel.hosts.heartbeat import STOPPED, VARIABLE, last_beat
 
-Write = Callable[[str], None]
-"""Shows a line; several threads call it."""
+Write = Callable[[str], None]  # shows a line; several threads call it
 LOOK_S = 0.05
 SEEN_LATE_S = 0.3
 LAST_LINES = 12
@@ -53,10 +52,8 @@ class Job:
 class Worker:
   """One process of an attempt, within its supervisor; `watched` becomes readable when the launcher ends."""
 
-  def __init__(
-    self, number: int, command: Sequence[str], variables: Mapping[str, str], watched: int, write: Write
-  ):
-    self.number, self._beats = number, Path(variables[VARIABLE])
+  def __init__(self, number: int, command: Sequence[str], env: Mapping[str, str], watched: int, write: Write):
+    self.number, self._beats = number, Path(env[VARIABLE])
     self.step: int | None = None
     self.stepped, self.code = 0.0, None
     # When it ended, and when its last traceback began, if no step came after.
@@ -64,7 +61,7 @@ class Worker:
     self.last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     self._supervisor = subprocess.Popen(
       [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(watched), *command],
-      env=dict(variables),
+      env=env,
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
@@ -153,12 +150,12 @@ def launch(job: Job, write: Write = print) -> int:
 @contextlib.contextmanager
 def _signals() -> Generator[list[int]]:
   """The signals that came, in a list that grows."""
-  came, numbers = list[int](), (signal.SIGTERM, signal.SIGINT)
-  former = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+  came = list[int]()
+  former = {n: signal.signal(n, lambda n, _: came.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
   try:
     yield came
   finally:
-    for number, handler in zip(numbers, former, strict=True):
+    for number, handler in former.items():
       signal.signal(number, handler)
 
 
@@ -198,8 +195,7 @@ class _Attempt:
         worker.end()
       os.close(watched)
       os.close(alive)
-    if self.failed_at:
-      self._show_failures()
+    self._show_failures()
     codes = {worker.code for worker in self.workers}
     return STOPPED if not self.failed_at and codes <= {0, STOPPED} and STOPPED in codes else self.code
 
@@ -218,11 +214,10 @@ class _Attempt:
         self.end_by = min(self.end_by, time.monotonic() + self.job.grace)
       elif ended is not None:
         first = min(self.workers, key=lambda worker: worker.failed_at() or math.inf)
-        first = first if first.failed_at() is not None else ended
         how = describe(first.code) if first.code else "it raised an error, and waits for the others"
-        self._fail(first, first.code or 1, f"failed first: {how}")
+        self._fail(first, f"failed first: {how}")
       elif (hung := self._hung()) is not None:
-        self._fail(hung, 1, f"hangs: no step for {self.job.hang_after:g} s; last steps {self.steps()}")
+        self._fail(hung, f"hangs: no step for {self.job.hang_after:g} s; last steps {self.steps()}")
     if not self.failed_at and len(self.came) > self.signalled:
       self._pass_on()
     if time.monotonic() > self.end_by or (self.failed_at and self.came):
@@ -232,26 +227,22 @@ class _Attempt:
   def _ended(self) -> Worker | None:
     """A process that just ended with an error; of several one that was killed, at which the others fail."""
     ended = [worker for worker in self.workers if worker.code is None and worker.has_ended()]
-    failed = (worker for worker in ended if worker.code)
-    return max(failed, key=lambda worker: (worker.code != STOPPED, worker.code), default=None)
+    return max((w for w in ended if w.code), key=lambda w: (w.code != STOPPED, w.code), default=None)
 
   def _hung(self) -> Worker | None:
     """The process behind all others, if a process has made no step for too long."""
     stepped = [worker for worker in self.workers if worker.code is None and worker.step is not None]
-    oldest = min((worker.stepped for worker in stepped), default=math.inf)
-    if time.monotonic() - oldest <= (self.job.hang_after or math.inf):
-      return None
-    return min(stepped, key=lambda worker: (worker.step, worker.stepped))
+    limit = time.monotonic() - (self.job.hang_after or math.inf)
+    hangs = any(worker.stepped < limit for worker in stepped)
+    return min(stepped, key=lambda worker: (worker.step, worker.stepped)) if hangs else None
 
-  def _fail(self, worker: Worker, code: int, how: str) -> None:
-    self.code, self.failed_at = code, time.monotonic()
+  def _fail(self, worker: Worker, how: str) -> None:
+    self.code, self.failed_at = worker.code or 1, time.monotonic()
     self.write(f"-- process {worker.number} {how} after {time.monotonic() - self.started:.1f} s")
     for other in self.workers:
       if other.code == 0 and time.monotonic() - other.ended > WELL_BEFORE_S:
-        self.write(
-          f"-- process {other.number} had ended with exit code 0 after {other.ended - self.started:.1f} s,"
-          " while the others went on"
-        )
+        when = f"after {other.ended - self.started:.1f} s, while the others went on"
+        self.write(f"-- process {other.number} had ended with exit code 0 {when}")
     self.end_by = time.monotonic() + END_AFTER_S
     self._signal(signal.SIGTERM)
 
@@ -281,32 +272,28 @@ class _Attempt:
 
 def free_port() -> int:
   """A port of this machine that nobody listens on."""
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
+  with socket.create_server(("127.0.0.1", 0)) as probe:
     return probe.getsockname()[1]
 
 
 def describe(code: int) -> str:
   """An exit code in words."""
-  with contextlib.suppress(ValueError):
-    if code > 128:
-      return f"killed by {signal.Signals(code - 128).name}"
-  return f"exit code {code}"
+  names = {128 + number: number.name for number in signal.Signals}
+  return f"killed by {names[code]}" if code in names else f"exit code {code}"
 
 
 def worker_variables(job: Job, number: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
   """The environment of one process: the launcher's, the address of its peers, and its simulated devices."""
   variables = {**environment, "PYTHONUNBUFFERED": "1"}
   if not job.cluster:
-    count = str(job.processes)
-    variables |= {"RANK": str(number), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1"}
-    variables |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": str(port)}
+    variables |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(number))
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job.processes))
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
   if job.devices_per_process is not None:
-    flags = environment.get("XLA_FLAGS", "").split()
-    kept = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
-    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.devices_per_process)}
-    variables["XLA_FLAGS"] = " ".join(kept)
+    count, flags = str(job.devices_per_process), environment.get("XLA_FLAGS", "").split()
+    flags = " ".join(flag for flag in flags if "xla_force_host_platform_device_count" not in flag)
+    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": count, "XLA_FLAGS": flags}
     # Devices that wait in a collective hold a thread each of a pool as large as this.
     variables.setdefault("NPROC", str(4 * max(job.devices_per_process, os.cpu_count() or 1)))
   return variables

@@ -1,1 +1,1 @@
-"""The declarations of a user: logical names, path rules, fallbacks, presets."""
+"""The declarations of a user: logical names, path rules, fallbacks."""

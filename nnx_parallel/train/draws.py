@@ -81,7 +81,7 @@ def _kind_of(eqn: JaxprEqn) -> tuple[str, Shape, Shape]:
 
 
 def _larger(shape: Shape, dim: int | None, times: int) -> Shape:
-  return shape if dim is None else (*shape[:dim], shape[dim] * times, *shape[dim + 1 :])
+  return tuple(size * times if d == dim else size for d, size in enumerate(shape))
 
 
 def _rows_of(eqn: JaxprEqn, dim: int, parts: int, sharding: NamedSharding) -> Callable[[Value, Value], Value]:

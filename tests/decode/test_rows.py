@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.decode.rows import dims_of_rows
 from tests.decode import test_generate as plain
 from training import placed
 
@@ -164,3 +165,12 @@ def test_errors(case):
   call, text = WRONG[case]
   with pytest.raises(nxp.errors.DecodeError, match=text):
     call()
+
+
+def test_the_dim_of_the_rows_is_found_wherever_it_is():
+  def call(tokens, caches):
+    layers, rows, count = caches
+    return [layers + tokens[None, :, None], rows.at[:, 0].add(tokens), count + 1]
+
+  caches = [np.zeros((3, 2, 4), np.int32), np.zeros((2, 4), np.int32), np.zeros((), np.int32)]
+  assert dims_of_rows(call, np.ones(2, np.int32), caches) == [1, 0, None]

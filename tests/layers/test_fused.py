@@ -154,6 +154,8 @@ RULES = {
   "but one": (lambda r, c: (r >= c) & ((r != 200) | (c != 190)), None),
   "but one key": (lambda r, c: (r >= c) & (c != 190), None),
   "chunks": (lambda r, c: (r >= c) & (r // 64 == c // 64), None),
+  "no first row": (lambda r, c: (r >= c) & (r > 0), None),
+  "of halves": (lambda r, c: jnp.float32(0.5) * (r - c) + 8 > 7.75, masks.Seen(causal=True, window=None)),
   "of floats": (lambda r, c: r.astype(jnp.float32) >= c, masks.Seen(causal=True, window=None)),
 }  # fmt: skip
 

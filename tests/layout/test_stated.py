@@ -28,6 +28,7 @@ def looped(body):
   return jax.lax.fori_loop(0, 3, lambda _, x: body(x), draw(out_sharding=WHERE))
 
 
+constrained = lambda: jax.lax.with_sharding_constraint(draw(), WHERE) + 1
 of_shards = lambda: jnp.full((8, 4), 1.0 + jax.lax.axis_index("model").astype(float))
 
 
@@ -54,6 +55,7 @@ MADE = {
   "reshape": lambda: jnp.reshape(draw(), (16, 8), out_sharding=P("data", "model")),
   "device_put": lambda: jax.device_put(draw(), NamedSharding(mesh(), WHERE)),
   "auto_axes": lambda: jax.sharding.auto_axes(lambda: draw() + 1, out_sharding=WHERE)(),
+  "constraint": lambda: jax.sharding.auto_axes(constrained, out_sharding=WHERE)(),
   "shard_map": lambda: jax.shard_map(of_shards, mesh=mesh(), in_specs=(), out_specs=WHERE)(),
   "both axes of a dim": lambda: jnp.ones((8, 16), out_sharding=P(("data", "model"), None)),
   "followed through operations": lambda: jnp.tanh(draw(out_sharding=WHERE) * 2).T,

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from layout.models import named
-from nnx_parallel.train.mend import with_correct_convolutions
+from nnx_parallel.errors import TrainError
+from nnx_parallel.train.mend import mend, with_correct_convolutions
 from training import other_notes, placed
 
 CHANNELS = ("kh", "kw", "in", "conv")
@@ -174,6 +175,37 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
   np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
+@pytest.mark.parametrize("axes", [{"data"}, {"data", "model"}])
+def test_a_shard_map_that_leaves_axes_to_xla_is_refused(axes: set[str]) -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+  kernel, x = operands(mesh, PartitionSpec("data"))
+
+  def of_shard(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.psum(jax.grad(depthwise_loss)(kernel, x), "data")
+
+  specs = (PartitionSpec(), PartitionSpec("data"))
+  mapped = jax.shard_map(
+    of_shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False
+  )
+  run = jax.jit(with_correct_convolutions(mapped, mesh))
+  if axes == {*mesh.axis_names}:
+    assert np.isfinite(run(kernel, x)).all()
+    return
+  with pytest.raises(TrainError, match=r"shard_map over \['data'\], which leaves model to XLA"):
+    run(kernel, x)
+
+
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
+def test_a_convolution_in_a_program_that_cannot_be_traced_anew_is_refused() -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+  kernel, x = operands(mesh, PartitionSpec("data"))
+  of_reference = jax.jit(lambda reference, x: jax.grad(depthwise_loss)(reference[...], x))
+  run = with_correct_convolutions(lambda kernel, x: of_reference(jax.new_ref(kernel), x), mesh)
+  with pytest.raises(TrainError, match="takes something else than arrays"):
+    jax.jit(run)(kernel, x)
+
+
 def test_the_plan_warns_those_who_compile_their_own_step() -> None:
   def notes(**axes: int) -> tuple[str, ...]:
     rules = nxp.LogicalRules(batch="data", kh=None, kw=None, conv=None, **{"in": None})
@@ -184,3 +216,14 @@ def test_the_plan_warns_those_who_compile_their_own_step() -> None:
     " this mesh in a step of your own; nxp.train_step computes them right",
   )
   assert notes(data=8, model=1) == ()
+
+
+@pytest.mark.parametrize(
+  ("explicit", "picks", "compares"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_elements_of_rows_are_read_by_a_comparison_where_they_are_asked_to_be(explicit, picks, compares):
+  mesh = nxp.make_mesh(data=2, model=4, explicit=explicit)
+  read = mend(lambda x, i: jnp.take_along_axis(x, i, -1), mesh, picks=picks)
+  with jax.set_mesh(mesh):
+    operations = str(jax.make_jaxpr(read)(jnp.ones((4, 5)), jnp.ones((4, 1), int)))
+  assert ("gather[" not in operations) == compares

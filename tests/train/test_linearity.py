@@ -296,7 +296,7 @@ def test_a_step_equals_one_device_with_the_same_microbatches(of, once, axes, par
 
 
 class Drawing(nnx.Module):
-  """Draws of one kind: masks of examples, noise, a mask for all of them, a key for each example."""
+  """Draws of one kind: masks of examples, noise, a mask for all of them, keys for each example or for all."""
 
   def __init__(self, rngs, kind):
     self.layer, self.kind, self.rngs = nnx.Linear(4, 4, rngs=rngs), kind, rngs
@@ -309,6 +309,9 @@ class Drawing(nnx.Module):
     if self.kind == "keys":
       keys = jax.random.split(self.rngs.noise(), x.shape[0])
       x = x + jax.vmap(lambda key: jax.random.uniform(key, x.shape[1:]))(keys)
+    if self.kind == "samples":
+      keys = jax.random.split(self.rngs.noise(), 3)
+      x = x + jax.vmap(lambda key: jax.random.uniform(key, x.shape))(keys).mean(0)
     return x
 
 
@@ -325,7 +328,7 @@ class Dropped(nnx.Module):
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("options", [{}, {"remat": "full"}], ids=str)
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["dropout", "noise", "shared", "keys"])
+@pytest.mark.parametrize("kind", ["dropout", "noise", "shared", "keys", "samples"])
 @pytest.mark.parametrize("size", [16, 8])
 def test_random_numbers_by_example_are_reduced_once_and_equal_one_device(kind, axes, options, size):
   def loss(model, batch):
