@@ -259,14 +259,14 @@ class _Columns:
       if id(eqn) not in found:
         now = {key: other for key, other in self._read.items() if other.level == one.level}
         found.update(zip(now, self._pass([*now.values()]).results(known), strict=True))
-      ((var, ((_, dim, _),)), *_), given = one.nodes, eqn.invars[0].aval
+      var, ((_, dim, _),) = one.nodes[0]
       shift = jnp.zeros(())
       for sign, number in one.shifts:
         shift += sign * read(number, known)
       numbers = [jnp.moveaxis(x, -1, dim) for x in found[id(eqn)]]
       results = one.kind.result(numbers, shift, var.aval.shape[dim])
       if eqn.primitive.name.startswith("reduce"):  # perhaps over other dims too
-        results = bind(eqn, [results[0].astype(given.dtype)])
+        results = bind(eqn, [results[0].astype(eqn.invars[0].aval.dtype)])
       avals = [out.aval for out in eqn.outvars]
       return [x.reshape(aval.shape).astype(aval.dtype) for x, aval in zip(results, avals, strict=True)]
 

@@ -244,14 +244,14 @@ class Pass:
         inputs = self._inputs([*own, *taken[floats:]], places, copied is not None)
         return [xs[0] for one, xs in zip(self._statistics, inputs, strict=True) if one.derived], inputs
 
-      _, pull, inputs = jax.vjp(chunks, *taken[:floats], has_aux=True)
+      _, back, inputs = jax.vjp(chunks, *taken[:floats], has_aux=True)
       arriving = [
         self._fresh(one.kind.pull(g, total, *xs), places, 0).astype(xs[0].dtype)
         for one, g, total, xs in zip(self._statistics, gradients, found, inputs, strict=True)
         if one.derived
       ]
       before = self._take([*totals, *rest], places)[:floats]
-      after = [x + new.astype(x.dtype) for x, new in zip(before, pull(arriving), strict=True)]
+      after = [x + new.astype(x.dtype) for x, new in zip(before, back(arriving), strict=True)]
       triples = zip(totals, after, self._leaves, strict=False)
       return [self._grid.put(x, new, own, places) for x, new, (_, own) in triples], None
 
