@@ -359,7 +359,7 @@ def test_what_a_mesh_sends(sizes, rules, chunks):
   assert sent[1].get("tensor", 0) <= sent[0].get("tensor", 0) + 3 * 4 * rows * chunks
   assert sent[1].get("data", 0) <= sent[0].get("data", 0)
   said = f"the head and the loss of each token in {chunks} chunks of the 512 columns"
-  assert str(run.step.layers).strip() == said
+  assert str(run.step.layers).strip().endswith(said)
 
 
 def test_types_with_shardings():
