@@ -70,9 +70,7 @@ def test_towers_of_a_few_layers_are_a_pipeline(depth, shared):
   assert piped.losses == pytest.approx(one.losses, rel=1e-5)
   said = str(piped.step.layers)
   assert f"one.0 to one.{depth - 1}: a 1F1B pipeline over stage" in said
-  found = re.search(
-    r"; weights of ([^,]*), .*; outside of the pipeline, computed by each stage: (.*)", said
-  )
+  found = re.search(r"; weights of ([^,]*), .*; outside of the pipeline, computed by each stage: (.*)", said)
   rest = "one.* (4)" if shared else "two.0, two.1" if depth == 2 else "two.* (4)"
   assert found[2] == f"{rest}, weights of {found[1]}"  # as many as in the pipeline
 
