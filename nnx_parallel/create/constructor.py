@@ -186,19 +186,14 @@ def cut_plan(
   plan: Plan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
 ) -> Cut | str:
   """Cuts the plan's constructor into slices; or returns the reason, as a clause, why it cannot be sliced."""
-  traces = traces or _trace(plan)
+  if not traces:
+    traces = {"model": tracing.trace_module(plan.init, plan.mesh)}
+    if plan.tx is not None:
+      traces["optimizer"] = tracing.trace_optimizer(traces["model"].made, plan.tx, plan.wrt)
+    _check_built(plan, {root: one.made.leaves for root, one in traces.items()})
   return tracing.why_one_program(traces.values()) or cut(
     *_phases(plan, traces), shardings, real_mesh(plan).local_devices[0]
   )
-
-
-def _trace(plan: Plan) -> dict[Root, Trace]:
-  """Traces the plan's constructor and its optimizer again."""
-  traces: dict[Root, Trace] = {"model": tracing.trace_module(plan.init, plan.mesh)}
-  if plan.tx is not None:
-    traces["optimizer"] = tracing.trace_optimizer(traces["model"].made, plan.tx, plan.wrt)
-  _check_built(plan, {root: one.made.leaves for root, one in traces.items()})
-  return traces
 
 
 def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, AnyArray]]) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from flax import nnx
-from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.nodes import SCOPE, Names, Path, merge, own_rules
+from nnx_parallel.core.nodes import SCOPE, Path, merge, own_rules
 from nnx_parallel.core.padding import pad_variable
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import PlanError
@@ -59,21 +58,15 @@ def _bind(abstract_leaf: Leaf, array: AnyArray, row: LeafPlan, scope: Scope) -> 
     for key in ("out_sharding", "sharding_rules", "mesh"):
       metadata.pop(key, None)
     if row.names is not None and len(row.names) == len(row.shape):  # flax copies them to state of other rank
-      rules, exact = _resolve(row.names, row.spec)
-      metadata.update(out_sharding=row.names, sharding_rules=rules, mesh=row.mesh)
+      table: dict[Any, Any] = {}
+      for name, axes in zip(row.names, row.spec, strict=True):
+        if name is not None:
+          table.setdefault(name, axes)
+          table.setdefault(str(name), axes)  # flax looks up several names in one dim by their text
+      metadata.update(out_sharding=row.names, sharding_rules=tuple(table.items()), mesh=row.mesh)
       # By names that do not say the whole layout, flax would move the state of an `nnx.Optimizer`.
-      metadata["eager_sharding"] = exact
+      pairs = zip(row.names, row.spec, strict=True)
+      metadata["eager_sharding"] = all(table.get(name) == axes for name, axes in pairs)
   metadata[SCOPE] = scope
   leaf: Any = type(abstract_leaf).from_metadata(abstract_leaf.get_raw_value(), metadata)
   return pad_variable(leaf, array, row.storage_shape) if any(row.padding) else leaf.copy(array)
-
-
-def _resolve(names: Names, spec: PartitionSpec) -> tuple[tuple[tuple[Any, Any], ...], bool]:
-  """The `sharding_rules` of the names, and whether flax derives the whole spec from them."""
-  table: dict[Any, Any] = {}
-  for name, axes in zip(names, spec, strict=True):
-    if name is not None:
-      table.setdefault(name, axes)
-      table.setdefault(str(name), axes)  # flax looks up several names in one dim by their text
-  exact = all(table.get(name) == axes for name, axes in zip(names, spec, strict=True))
-  return tuple(table.items()), exact

@@ -7,9 +7,7 @@ zeros.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -77,21 +75,27 @@ def _constant(var: Var, program: ClosedJaxpr) -> np.ndarray | None:
   return None if found is None or is_tracer(found) else np.asarray(found)
 
 
-_sum_of_row = functools.partial(jnp.sum, axis=-1, keepdims=True)
+def place_in_row(eqn: JaxprEqn, indices: jax.Array) -> jax.Array:
+  """The index that such an operation reads or changes of each row, with size 1."""
+  shape = eqn.invars[0].aval.shape
+  if is_pick(eqn):
+    full = indices.ndim > len(shape)  # else without the dims of size 1
+    return jax.lax.squeeze(indices, (indices.ndim - 1,)) if full else indices.reshape(*shape[:-1], 1)
+  return jnp.clip(indices[..., -1:], 0, shape[-1] - 1)
 
 
-def pick(
-  x: jax.Array, indices: jax.Array, *updates: jax.Array, total: Callable[[jax.Array], jax.Array] = _sum_of_row
-) -> Results:
-  """The results of such an operation; `total` sums each row."""
-  full = indices.ndim > x.ndim  # else without the dims of size 1
-  places = jax.lax.squeeze(indices, (indices.ndim - 1,)) if full else indices.reshape(*x.shape[:-1], 1)
-  where = struct(jax.typeof(x)).sharding
+def with_nan_outside(found: jax.Array, places: jax.Array, length: int) -> jax.Array:
+  """The elements that were read of rows, NaN for places that a row does not have."""
+  inside = (places >= 0) & (places < length)
+  return found + jnp.where(inside, 0.0, jnp.nan).astype(found.dtype)
+
+
+def pick(eqn: JaxprEqn, x: jax.Array, indices: jax.Array, *updates: jax.Array) -> Results:
+  """The results of such an operation."""
+  places, where = place_in_row(eqn, indices), struct(jax.typeof(x)).sharding
   columns = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1, out_sharding=where)
   chosen = columns == jnp.broadcast_to(places, x.shape)
   zeros = jnp.zeros_like(x)
   if updates:
     return [x + jnp.where(chosen, jnp.broadcast_to(updates[0], x.shape), zeros)]
-  found = total(jnp.where(chosen, x, zeros))
-  inside = (places >= 0) & (places < x.shape[-1])
-  return [found + jnp.where(inside, 0.0, jnp.nan).astype(found.dtype)]
+  return [with_nan_outside(jnp.where(chosen, x, zeros).sum(-1, keepdims=True), places, x.shape[-1])]

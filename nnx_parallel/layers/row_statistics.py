@@ -3,27 +3,31 @@
 A statistic is one number, or a few, per row: a sum, a sum of exponentials, a maximum, the best columns. The
 statistics of the chunks combine to that of all columns. The columns are the last dim, and stay, with size 1.
 An example: chunks [1, 2] and [5, 4] have the maxima and sums of exponentials (2, 1.37) and (5, 1.37), and
-together (5, 1.37 * exp(2 - 5) + 1.37). Backward, each chunk is computed again; its part of the sum is
-`exp(chunk - 5).sum()`, and the gradients of these parts are the softmax. The maximum needs no gradient.
+together (5, 1.37 * exp(2 - 5) + 1.37). Backward, each chunk is computed again, and its gradient follows from
+the statistics of all columns: for this sum `exp(chunk - 5)`, the softmax but for the sum.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from nnx_parallel.attention.tiling import BlockNumbers, Node, Tiles, fill, finite, tie
+from nnx_parallel.attention.tiling import BlockNumbers, Labels, Node, Tiles, fill, finite, pull, tie
+from nnx_parallel.core.interpret import read
 from nnx_parallel.core.jaxprs import bind, is_inexact
-from nnx_parallel.core.types import JaxprEqn, PyTree, TreeDef
+from nnx_parallel.core.types import JaxprEqn, PyTree, Value, Var
+from nnx_parallel.layers.picks import with_nan_outside
 
 COLUMNS = "columns"
+Arrays: TypeAlias = list[jax.Array]
+Shifts: TypeAlias = tuple[tuple[int, Var], ...]
+"""Numbers of each row, with their signs."""
 
 
 def _wide(x: jax.Array) -> DTypeLike:
@@ -31,220 +35,233 @@ def _wide(x: jax.Array) -> DTypeLike:
 
 
 class Kind(NamedTuple):
-  """A statistic: of a chunk, of two chunks together, and the part of it that has a gradient by a chunk."""
+  """A statistic of a chunk `x`, of which `columns` are the numbers; `others` are more numbers of each row."""
 
-  of: Callable[..., list[jax.Array]]  # `*arrays -> numbers` per row
-  combined: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]  # `(numbers, numbers) -> numbers`
-  # `(numbers of all columns, *arrays) -> [number]`, of the one that is `derived`; None: none is
-  part: Callable[..., list[jax.Array]]
-  start: tuple[float, ...]  # the numbers of no columns, and of columns that an earlier chunk has
-  derived: int | None = 0
+  of: Callable[..., Arrays]  # `(x, columns, *others) -> numbers` per row
+  combine: Callable[[Arrays, Arrays], Arrays]  # `(numbers, numbers) -> numbers`
+  # `(their gradients, the numbers of all columns, x, columns, *others) -> gradient of x`
+  pull: Callable[..., jax.Array]
+  # `(numbers, shift, length) -> results` for all of `x + shift`, where `shift` is a number per row
+  result: Callable[[Arrays, jax.Array, int], Arrays]
+  start: tuple[float, ...] = (-math.inf, 0)  # the numbers of no columns
+  absent: float = -math.inf  # an element that changes nothing
 
 
-def _sum(x: jax.Array) -> list[jax.Array]:
+def _sum(x: jax.Array) -> Arrays:
   return [x.sum(-1, keepdims=True, dtype=_wide(x))]
 
 
-SUM = Kind(_sum, lambda a, b: [a[0] + b[0]], lambda _, x: _sum(x), start=(0,))
+def _total(choose: Callable[..., jax.Array], result: Callable[[Arrays, jax.Array, int], Arrays]) -> Kind:
+  """The sum of the elements, or of those that `choose(x, columns, *others)` keeps; the others are 0."""
+  return Kind(
+    of=lambda x, *others: _sum(choose(x, *others)),
+    combine=lambda a, b: [a[0] + b[0]],
+    pull=lambda g, _, x, *others: choose(g[0] + jnp.zeros_like(x), *others),
+    result=result,
+    start=(0,),
+    absent=0,
+  )
 
 
-def _exponentials(power: jax.Array) -> list[jax.Array]:
-  # The derivative by the maximum is 0 in all, and the part leaves it out too.
-  largest = jax.lax.stop_gradient(power.astype(_wide(power)).max(-1, keepdims=True))
-  return [largest, *_exponentials_of([largest], power)]
+SUM = _total(lambda x, _: x, lambda numbers, shift, length: [numbers[0] + shift * length])
 
 
-def _exponentials_of(known: Sequence[jax.Array], power: jax.Array) -> list[jax.Array]:
-  return [jnp.exp(power.astype(_wide(power)) - finite(known[0])).sum(-1, keepdims=True)]
+def picked(place: Callable[[jax.Array], jax.Array], length: int) -> Kind:
+  """The element of each row in the column `place(others)`; NaN if it is none of `length` columns."""
+
+  def choose(x: jax.Array, columns: jax.Array, others: jax.Array) -> jax.Array:
+    return jnp.where(columns == place(others), x, jnp.zeros_like(x))
+
+  def of(x: jax.Array, columns: jax.Array, others: jax.Array) -> Arrays:
+    return [with_nan_outside(found, place(others), length) for found in _sum(choose(x, columns, others))]
+
+  return _total(choose, lambda numbers, shift, _: [numbers[0] + shift])._replace(of=of)
 
 
-def _exponentials_of_both(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-  largest = jnp.maximum(a[0], b[0])
-  base = finite(largest)
-  return [largest, a[1] * jnp.exp(a[0] - base) + b[1] * jnp.exp(b[0] - base)]
+def _largest(sign: int = 1, has_powers: bool = False) -> Kind:
+  """The maximum of `sign * x`, and how many elements equal it, or the sum of `exp(x - maximum)`.
+
+  The gradient is that of the maximum, shared by equal elements, or that of the sum, for a constant maximum.
+  """
+
+  def weigh(x: jax.Array, largest: jax.Array) -> jax.Array:
+    # Not `x - largest == 0`: a compiler may round the difference otherwise than its operands.
+    return jnp.exp(x - finite(largest)) if has_powers else (x == largest).astype(x.dtype)
+
+  def of(x: jax.Array, _: jax.Array) -> Arrays:
+    x = sign * x.astype(_wide(x))
+    largest = x.max(-1, keepdims=True)
+    return [largest, *_sum(weigh(x, jax.lax.stop_gradient(largest)))]
+
+  def combine(a: Arrays, b: Arrays) -> Arrays:
+    largest = jnp.maximum(a[0], b[0])
+    weights = [weigh(*jax.lax.stop_gradient((x, largest))) for x in (a[0], b[0])]
+    return [largest, a[1] * weights[0] + b[1] * weights[1]]
+
+  def pull(g: Arrays, known: Arrays, x: jax.Array, _: jax.Array) -> jax.Array:
+    # A compiled count may round the elements otherwise than their maximum, and be 0.
+    share = g[1] if has_powers else sign * g[0] / jnp.maximum(known[1], 1)
+    return share * weigh(sign * x.astype(_wide(x)), known[0])
+
+  def result(numbers: Arrays, shift: jax.Array, _: int) -> Arrays:
+    if has_powers:
+      return [jnp.exp(jax.lax.stop_gradient(finite(numbers[0])) + shift) * numbers[1]]
+    return [sign * numbers[0]]
+
+  return Kind(of, combine, pull, result, absent=-sign * math.inf)
 
 
-EXPONENTIALS = Kind(_exponentials, _exponentials_of_both, _exponentials_of, start=(-math.inf, 0), derived=1)
-"""The maximum, and the sum of `exp(x - maximum)`."""
-
-
-def _largest(x: jax.Array) -> list[jax.Array]:
-  largest = x.max(-1, keepdims=True)
-  return [largest, (x == largest).sum(-1, keepdims=True, dtype=x.dtype)]
-
-
-def _larger(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-  largest = jnp.maximum(a[0], b[0])
-  counts = (jnp.where(x[0] == largest, x[1], jnp.zeros_like(x[1])) for x in (a, b))
-  return [largest, sum(counts, jnp.zeros_like(largest))]
-
-
-def _share_of_largest(known: Sequence[jax.Array], x: jax.Array) -> list[jax.Array]:
-  return _sum(jnp.where(x == known[0], x / known[1], jnp.zeros_like(x)))
-
-
-LARGEST = Kind(_largest, _larger, _share_of_largest, start=(-math.inf, 0))
-"""The maximum, and how many elements equal it: each has its share of the gradient."""
-LARGEST_FIXED = LARGEST._replace(part=lambda *_: [], derived=None)
-"""The same without a gradient."""
+EXPONENTIALS = _largest(has_powers=True)
+EXTREMES = {"reduce_max": _largest(), "reduce_min": _largest(sign=-1)}
 
 
 @functools.cache
-def best(count: int) -> Kind:
+def best(count: int, only_columns: bool) -> Kind:
   """The largest elements, and their columns."""
 
-  def of(x: jax.Array, columns: jax.Array) -> list[jax.Array]:
+  def of(x: jax.Array, columns: jax.Array) -> Arrays:
     alone = x.max(-1, keepdims=True), x.argmax(-1, keepdims=True)
     found, places = alone if count == 1 else jax.lax.top_k(x, count)
-    columns = columns + jnp.zeros_like(x, dtype=columns.dtype)
     return [found, jnp.take_along_axis(columns, places, -1)]
 
-  def combined(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
+  def combine(a: Arrays, b: Arrays) -> Arrays:
     pairs = [jnp.concatenate(pair, -1) for pair in zip(a, b, strict=True)]
     ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, the first column
     return [-ordered[0][..., :count], ordered[1][..., :count]]
 
-  def part(known: Sequence[jax.Array], x: jax.Array, columns: jax.Array) -> list[jax.Array]:
-    chosen = (jnp.where(columns == known[1][..., n : n + 1], x, jnp.zeros_like(x)) for n in range(count))
-    return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
+  def pull(g: Arrays, known: Arrays, x: jax.Array, columns: jax.Array) -> jax.Array:
+    found = jnp.zeros_like(x)
+    for n in (slice(n, n + 1) for n in range(count)):
+      found = jnp.where(columns == known[1][..., n], g[0][..., n], found)
+    return found
 
-  return Kind(of, combined, part, start=(-math.inf, 0))
-
-
-@dataclasses.dataclass(frozen=True)
-class Apart:
-  """The head, a product, for `count` groups of its columns, each with a copy of its input: operand `side`."""
-
-  product: JaxprEqn
-  count: int
-  out: Node
-  given: list[Node]
-  side: int
-
-  def value(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The result for copies of the input and all columns of a part."""
-    ((_, dim, _),) = self.given[1 - self.side][1]
-    groups = weights.reshape(*weights.shape[:dim], self.count, -1, *weights.shape[dim + 1 :])
-    pair = [x, jnp.moveaxis(groups, dim, 0)]
-    found = jax.vmap(lambda *xs: bind(self.product, xs)[0])(*(pair if self.side == 0 else pair[::-1]))
-    ((_, dim, _),) = self.out[1]
-    return jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
+  return Kind(of, combine, pull, lambda numbers, *_: numbers[only_columns:])
 
 
-def apart_of(tiles: Tiles, product: JaxprEqn, count: int) -> Apart | None:
-  """None for one group, for groups of one column, or if the input has no gradient."""
-  out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
-  given = list(zip(product.invars, wanted, strict=True))
-  side = next((n for n, (_, own) in enumerate(given) if not own), None)
-  if count == 1 or side is None or not is_inexact(given[side][0].aval) or not given[1 - side][1]:
-    return None
-  return Apart(product, count, out, given, side)
+class Statistic(NamedTuple):
+  """A statistic of values of a program, to the first of which numbers of each row are added."""
+
+  kind: Kind
+  nodes: tuple[Node, ...]  # the value with columns comes first
+  derived: bool  # whether its gradient may be needed
+  shifts: Shifts
+  level: int  # the number of passes until it is known
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-  """Some statistics, with their inputs and the calls they replace, in chunks of the columns of tiles."""
+class Pass:
+  """Some statistics, in one pass over the chunks of the columns; another pass computes their gradients.
 
-  tiles: Tiles
-  kinds: Sequence[Kind]
-  ends: Sequence[Sequence[Node]]
-  calls: Sequence[JaxprEqn]
-  apart: Apart | None
+  `head` is the product that makes logits with these labels. In the backward pass, each of `groups` of its
+  columns has a copy of its input: an own gradient, until the last chunk.
+  """
 
-  @functools.cached_property
-  def leaves(self) -> list[Node]:
-    """The arguments of the function; arguments with gradients come first."""
-    return sorted(self.tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
+  def __init__(
+    self, statistics: Sequence[Statistic], tiles: Tiles, head: JaxprEqn, labels: Labels, groups: int
+  ):
+    self._statistics, self._tiles, self._grid, self._head = statistics, tiles, tiles.grid, head
+    self._groups, self._logits = groups, (head.outvars[0], labels)
+    # Values with gradients come first.
+    self._leaves = sorted(tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
+    self._floats = sum(is_inexact(var.aval) for var, _ in self._leaves)
+    self._operands = list(zip(head.invars, pull(head, labels, self._grid.lengths), strict=True))
+    whole = [node for node in self._operands if not node[1]]  # the input, and weights of one column
+    is_copied = groups > 1 and len(whole) == 1 and is_inexact(whole[0][0].aval)
+    self._copied = self._leaves.index(whole[0]) if is_copied else None
 
   @property
   def _blocks(self) -> jax.Array:
     """The numbers of the chunks."""
-    return jnp.arange(self.tiles.grid.count(COLUMNS), dtype=jnp.int32)
+    return jnp.arange(self._grid.count(COLUMNS), dtype=jnp.int32)
 
-  @property
-  def _floats(self) -> int:
-    return sum(is_inexact(var.aval) for var, _ in self.leaves)
+  def results(self, known: Mapping[Var, Value]) -> list[Arrays]:
+    """The numbers of each statistic, given the values that the chunks are made of."""
+    loss_in_chunks = jax.custom_vjp(lambda *given: self._forward(*given)[0])
+    loss_in_chunks.defvjp(self._forward, self._backward)
+    return jax.jit(loss_in_chunks, inline=False)(*(read(var, known) for var, _ in self._leaves))
 
-  def function(self) -> Callable[..., Sequence[jax.Array]]:
-    """The function, with a gradient that computes the tiles again."""
+  def _forward(self, *given: jax.Array) -> tuple[list[Arrays], PyTree]:
+    *tied, blocks = tie([*given, self._blocks])
 
-    @jax.custom_vjp
-    def statistics(*given: jax.Array) -> list[list[jax.Array]]:
-      return self._forward(*given)
+    def of(block: jax.Array) -> list[Arrays]:
+      places = {COLUMNS: block}
+      triples = zip(self._statistics, self._inputs(self._take(tied, places), places), strict=True)
+      return [one.kind.of(self._fresh(x, places, one.kind.absent), *others) for one, (x, *others) in triples]
 
-    def with_kept(*given: jax.Array) -> tuple[list[list[jax.Array]], PyTree]:
-      found = self._forward(*given)
-      return found, (given, found)
-
-    statistics.defvjp(with_kept, self._backward)
-
-    def loss_in_chunks(*given: jax.Array) -> list[jax.Array]:
-      return jax.tree.leaves(statistics(*given))
-
-    return loss_in_chunks
-
-  def _inputs(self, known: dict[Node, jax.Array], places: BlockNumbers) -> list[list[jax.Array]]:
-    """The tiles that each statistic takes, in the first of them without columns that an earlier chunk has."""
-    found: list[list[jax.Array]] = []
-    for kind, wanted in zip(self.kinds, self.ends, strict=True):
-      first, *others = (self.tiles.value(*node, known, places) for node in wanted)
-      found.append([self.tiles.grid.fresh(first, wanted[0][1], places, kind.start[0]), *others])
-    return found
-
-  def _forward(self, *arrays: jax.Array) -> list[list[jax.Array]]:
-    *given, row = tie([*arrays, self._blocks])
-
-    def body(state: list[list[jax.Array]], places: BlockNumbers) -> tuple[list[list[jax.Array]], None]:
-      pairs = zip(self.leaves, given, strict=True)
-      known = {node: self.tiles.grid.take(x, node[1], places) for node, x in pairs}
-      taken = zip(self.kinds, self._inputs(known, places), state, strict=True)
-      return [kind.combined(before, kind.of(*xs)) for kind, xs, before in taken], None
+    def body(state: list[Arrays], block: jax.Array) -> tuple[list[Arrays], None]:
+      triples = zip(self._statistics, state, of(block), strict=True)
+      return [one.kind.combine(before, new) for one, before, new in triples], None
 
     start = [
-      [fill(out.aval, x, out.aval.dtype) for out, x in zip(eqn.outvars, kind.start, strict=False)]
-      for kind, eqn in zip(self.kinds, self.calls, strict=True)
+      [fill(aval, x, aval.dtype) for aval, x in zip(avals, one.kind.start, strict=False)]
+      for one, avals in zip(self._statistics, jax.eval_shape(of, blocks[0]), strict=True)
     ]
-    return jax.lax.scan(body, start, {COLUMNS: row})[0]
+    found = jax.lax.scan(body, start, blocks)[0]
+    return found, (given, found)
 
-  def _backward(self, kept: PyTree, cotangent: PyTree) -> tuple[jax.Array | None, ...]:
-    given, found = kept
-    kinds = zip(self.kinds, cotangent, strict=True)
-    arriving = [g[kind.derived] for kind, g in kinds if kind.derived is not None]
-    pairs = [(x, own) for x, (_, own) in zip(given, self.leaves, strict=True)]
-    first, rest = pairs[: self._floats], pairs[self._floats :]
-    fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
-    apart, copied, grid = self.apart, 0, self.tiles.grid
-    if apart is not None:
-      copied = self.leaves.index(apart.given[apart.side])
-      x = first[copied][0]
-      first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
-    part = functools.partial(self._part, jax.tree.structure(found))
-    owns = [own for _, own in first]
+  def _take(self, given: Sequence[jax.Array], places: BlockNumbers) -> Arrays:
+    """The values that a chunk is made of."""
+    return [self._grid.take(x, own, places) for x, (_, own) in zip(given, self._leaves, strict=True)]
 
-    def body(totals: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
+  def _inputs(self, taken: Sequence[jax.Array], places: BlockNumbers, copied: bool = False) -> list[Arrays]:
+    """What each statistic takes: a chunk of the value with columns, the numbers of these, other values."""
+    known, ((_, _, factor),) = dict(zip(self._leaves, taken, strict=True)), self._logits[1]
+    if copied:
+      known[self._logits] = self._of_copies([known[node] for node in self._operands])
+    parts = jnp.arange(factor, dtype=jnp.int32)[:, None] * self._grid.lengths[COLUMNS]
+    columns = (parts + self._grid.indices(COLUMNS, places)).reshape(-1)
+    found: list[Arrays] = []
+    for one in self._statistics:
+      x, *others = [self._tiles.value(*node, known, places) for node in one.nodes]
+      x = jnp.moveaxis(x, one.nodes[0][1][0][1], -1)
+      found.append([x, columns + jnp.zeros_like(x, columns.dtype), *others])
+    return found
+
+  def _fresh(self, x: jax.Array, places: BlockNumbers, absent: float) -> jax.Array:
+    """A chunk without the columns that an earlier chunk has."""
+    return self._grid.fresh(x, ((COLUMNS, x.ndim - 1, self._logits[1][0][2]),), places, absent)
+
+  def _of_copies(self, operands: Arrays) -> jax.Array:
+    """A chunk of the logits, given copies of their input, and a chunk of the weights."""
+    ((_, dim, _),), dims = self._logits[1], [own[0][1] if own else 0 for _, own in self._operands]
+    for n, (_, own) in enumerate(self._operands):
+      if own:
+        before, after = operands[n].shape[: dims[n]], operands[n].shape[dims[n] + 1 :]
+        operands[n] = operands[n].reshape(*before, self._groups, -1, *after)
+    product = jax.vmap(lambda *xs: bind(self._head, xs)[0], dims, dim)
+    return jax.lax.collapse(product(*operands), dim, dim + 2)
+
+  def _backward(self, kept: PyTree, gradients: PyTree) -> tuple[jax.Array | None, ...]:
+    (given, found), floats, copied = kept, self._floats, self._copied
+    first, rest = list(given[:floats]), given[floats:]
+    if copied is not None:
+      first[copied] = jnp.broadcast_to(first[copied][None], (self._groups, *first[copied].shape))
+
+    def body(totals: Arrays, block: jax.Array) -> tuple[Arrays, None]:
       places = {COLUMNS: block}
-      tiles, others = ([grid.take(x, own, places) for x, own in some] for some in (first, fixed))
-      _, pull = jax.vjp(lambda *xs: part(places, others, *xs), *tiles)
-      triples = zip(totals, pull(arriving), owns, strict=True)
-      news = [grid.take(x, own, places) + new.astype(x.dtype) for x, new, own in triples]
-      return [grid.put(x, new, own, places) for x, new, own in zip(totals, news, owns, strict=True)], None
+      taken = self._take([*first, *rest], places)
+
+      def chunks(*own: jax.Array) -> tuple[Arrays, list[Arrays]]:
+        inputs = self._inputs([*own, *taken[floats:]], places, copied is not None)
+        return [xs[0] for one, xs in zip(self._statistics, inputs, strict=True) if one.derived], inputs
+
+      _, back, inputs = jax.vjp(chunks, *taken[:floats], has_aux=True)
+      arriving = [
+        self._fresh(one.kind.pull(g, total, *xs), places, 0).astype(xs[0].dtype)
+        for one, g, total, xs in zip(self._statistics, gradients, found, inputs, strict=True)
+        if one.derived
+      ]
+      before = self._take([*totals, *rest], places)[:floats]
+      after = [x + new.astype(x.dtype) for x, new in zip(before, back(arriving), strict=True)]
+      triples = zip(totals, after, self._leaves, strict=False)
+      return [self._grid.put(x, new, own, places) for x, new, (_, own) in triples], None
 
     # What all chunks read has a sum over them, in float32.
-    zeros = [jnp.zeros_like(x if own else x.astype(_wide(x))) for x, own in first]
+    zeros = [
+      jnp.zeros_like(x if own else x.astype(_wide(x)))
+      for x, (_, own) in zip(first, self._leaves, strict=False)
+    ]
     sums, _ = jax.lax.scan(body, zeros, self._blocks)
-    results = [total.astype(x.dtype) for total, (x, _) in zip(sums, first, strict=True)]
-    if apart is not None:
+    results = [total.astype(x.dtype) for total, x in zip(sums, first, strict=True)]
+    if copied is not None:
       results[copied] = results[copied].sum(0)
     return (*results, *[None] * len(rest))
-
-  def _part(
-    self, form: TreeDef, places: BlockNumbers, fixed: Sequence[jax.Array], *inputs: jax.Array
-  ) -> list[jax.Array]:
-    """The contribution of a chunk of columns to the statistics, given the statistics of all columns."""
-    apart, count = self.apart, len(self.leaves) - self._floats
-    known = dict(zip(self.leaves, (*inputs, *fixed[:count]), strict=True))
-    if apart is not None:
-      known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
-    totals = jax.tree.unflatten(form, fixed[count:])
-    taken = zip(self.kinds, self._inputs(known, places), totals, strict=True)
-    return [x for kind, xs, total in taken for x in kind.part(total, *xs)]

@@ -374,18 +374,12 @@ def _drop_padding(names: Names, shape: tuple[int, ...], found: Resolution) -> Re
 
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
   """Names whose first candidate would split their dim, although the dim is replicated."""
-  return [
-    "+".join(axes_of(name))
-    for name, entry in zip(names, spec, strict=True)
-    if name is not None and entry is None and _first_choice(name, logical)
-  ]
-
-
-def _first_choice(name: str | tuple[str, ...], logical: LogicalRules) -> tuple[str, ...]:
-  parts = axes_of(name)
-  if logical.unknown == "replicate":
-    parts = tuple(part for part in parts if part in logical)
-  return tuple(axis for part in parts for axis in (logical[part][0] if part in logical else (part,)))
+  found: list[str] = []
+  for parts, entry in zip(map(axes_of, names), spec, strict=True):
+    known = [part for part in parts if part in logical or logical.unknown != "replicate"]
+    if entry is None and any(logical[part][0] if part in logical else (part,) for part in known):
+      found.append("+".join(parts))
+  return found
 
 
 def nearest(name: str, options: Iterable[str]) -> list[str]:

@@ -228,26 +228,21 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
 
 def _rules_on(mesh: AnyMesh, rules: Rules, uneven: Uneven) -> tuple[RuleSet, list[str]]:
   """The rules as they apply on a mesh, and notes on rules that were left out or added."""
-  sizes = axis_sizes(mesh)
-  ruleset, left_out = on_mesh(_with_context(RuleSet.of(rules)), sizes)
+  ruleset = RuleSet.of(rules)
+  if scope_in_use() is None:  # else `use_rules` has put its own there
+    around = LogicalRules(dict(get_logical_axis_rules()))
+    for name in around.keys() & ruleset.logical.keys():
+      if around[name] != ruleset.logical[name]:  # as in flax, they may not differ
+        raise ShardingError(
+          f"logical name {name!r} has two rules: in the plan, and in nnx.logical_axis_rules around it.",
+          details=f"{show_candidates(ruleset.logical[name])} and {show_candidates(around[name])}",
+          fix="keep one of them.",
+        )
+    ruleset = ruleset.replace({**around, **ruleset.logical}) if around else ruleset
+  ruleset, left_out = on_mesh(ruleset, axis_sizes(mesh))
   if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
     ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
   return ruleset, left_out
-
-
-def _with_context(rules: RuleSet) -> RuleSet:
-  """The rules, with those of `nnx.logical_axis_rules` around the call; as in flax, they may not differ."""
-  if scope_in_use() is not None:
-    return rules  # `use_rules` has put its own there
-  around = LogicalRules(dict(get_logical_axis_rules()))
-  for name in around.keys() & rules.logical.keys():
-    if around[name] != rules.logical[name]:
-      raise ShardingError(
-        f"logical name {name!r} has two rules: in the plan, and in nnx.logical_axis_rules around it.",
-        details=f"{show_candidates(rules.logical[name])} and {show_candidates(around[name])}",
-        fix="keep one of them.",
-      )
-  return rules.replace({**around, **rules.logical}) if around else rules
 
 
 def _notes(

@@ -102,7 +102,7 @@ def _mend_one(eqn: JaxprEqn, inputs: list[Value], mesh: AnyMesh, compares: bool)
       )
   if compares and _is_fourier(eqn):
     return [*map(_row_major, bind(eqn, [*map(_row_major, inputs)]))]
-  return pick(*inputs) if compares and is_pick(eqn) else bind(eqn, inputs)
+  return pick(eqn, *inputs) if compares and is_pick(eqn) else bind(eqn, inputs)
 
 
 def _is_fourier(eqn: JaxprEqn) -> bool:

@@ -161,20 +161,20 @@ class Looks:
     difference = math.sqrt(np.mean((reverse - forward) ** 2)) / size
     labels = tuple(self.subject.leaves[n][0] for n in which)
     one = factors[which[0]] if len(which) == 1 else size
-    found = GradientComparison(
-      name, labels, (*(reverse / one).tolist(),), (*(forward / one).tolist(),), difference, "right"
-    )
-    if self.cannot:
-      return dataclasses.replace(found, verdict="not decided", why="no forward mode")
+    slopes = [tuple((x / one).tolist()) for x in (reverse, forward)]
+    found = GradientComparison(name, labels, slopes[0], slopes[1], difference, "right")
     if difference <= (self.closer if closer else self.tolerance):
       return found
-    if difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
-      return dataclasses.replace(found, verdict="not decided", why="perhaps zero but for rounding")
-    if not any(found.reverse):
-      return dataclasses.replace(found, verdict="wrong", why="the gradient is 0, and the derivative is not")
-    factor = found.factor if len(which) == 1 else None
-    why = "" if factor is None else f"{factor:.3g} times the derivative"
-    return dataclasses.replace(found, verdict="wrong", why=why)
+    verdict, why, factor = "wrong", "", found.factor if len(which) == 1 else None
+    if self.cannot:
+      verdict, why = "not decided", "no forward mode"
+    elif difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
+      verdict, why = "not decided", "perhaps zero but for rounding"
+    elif not any(found.reverse):
+      why = "the gradient is 0, and the derivative is not"
+    elif factor is not None:
+      why = f"{factor:.3g} times the derivative"
+    return dataclasses.replace(found, verdict=verdict, why=why)
 
   def _slope(self, seed: np.uint32, factors: np.ndarray) -> float:
     if self.cannot:
@@ -198,7 +198,7 @@ def check_subject(
       if not math.isfinite(norm)
     ]
     found = lost or _look(looks, by_group)  # where some are lost, the others tell nothing
-  wrong = [n for n, leaf in enumerate(leaves) if any(not x and x.leaves == leaf[:1] for x in found)]
+  wrong = {look.leaves for look in found if not look}
   losses, verdict = {"with the gradient": looks.loss}, "not decided"
   if not math.isnan(looks.loss_forward):
     losses["by forward mode"] = looks.loss_forward
@@ -209,7 +209,7 @@ def check_subject(
     fix = 'jax.config.update("jax_debug_nans", True), to see which operation gives the first NaN.'
   elif verdict == "wrong" or not all(found):
     fix = _fix(subject)
-  mesh = subject.places.mesh
+  mesh, why = subject.places.mesh, looks.cannot
   return GradientCheck(
     comparisons=tuple(found),
     losses=losses,
@@ -217,12 +217,11 @@ def check_subject(
     tolerance=looks.tolerance,
     closer=looks.closer,
     dtype=looks.dtype,
-    layouts={leaves[n][0]: where.spec for n in wrong if (where := leaves[n][1]) is not None},
+    layouts={name: where.spec for name, where, _ in leaves if where is not None and (name,) in wrong},
     mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
     batch=batch_axes_of(subject.batch),
-    not_checked=(f"the gradients: forward mode cannot compute this loss: {looks.cannot}",)
-    * bool(looks.cannot),
-    notes=() if lost or looks.cannot else tuple(_notes(looks, found[0])),
+    not_checked=(f"the gradients: forward mode cannot compute this loss: {why}",) if why else (),
+    notes=() if lost or why else tuple(_notes(looks, found[0])),
     fix=fix,
   )
 
@@ -273,18 +272,14 @@ def _fix(subject: Subject) -> str:
 
 
 def _weights(norms: np.ndarray, floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray]:
-  """The factor of each direction, and the norm that each gradient is measured against.
-
-  Gradients weigh the same, but less below the floor: the rounding of a zero gradient (a bias before a norm)
-  must not hide others. One that is exactly zero was stopped, and weighs in full.
-  """
+  """The factor of each direction, and the norm that each gradient is measured against."""
+  # Gradients weigh the same, but less below the floor: the rounding of a zero gradient (a bias before a norm)
+  # must not hide others. One that is exactly zero was stopped, and weighs in full.
   finite = np.isfinite(norms)
   sizes = np.where(finite, np.maximum(norms, floor), 1.0)
   wanted = np.where((norms < floor) & (norms > 0), norms / floor**2, 1 / sizes)
   # Powers of two, by which every floating dtype multiplies without rounding.
-  factors = np.array(
-    [2.0 ** round(math.log2(x)) if ok else 0.0 for x, ok in zip(wanted, finite, strict=True)]
-  )
+  factors = np.where(finite, 2.0 ** np.round(np.log2(wanted)), 0.0)
   return factors / (factors.max() or 1.0), sizes  # at most 1: nothing overflows in float16
 
 

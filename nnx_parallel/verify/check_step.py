@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
 from nnx_parallel.train.step import bind_keywords
 from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest, subject_of
-from nnx_parallel.verify.gradient_check import format_difference
+from nnx_parallel.verify.gradient_check import format_difference, format_mesh
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
 # Rounding flips the sign of small elements, and Adam makes full steps of them: updates may differ by this.
@@ -92,16 +92,10 @@ class StepCheck(Shown):
   def __str__(self) -> str:
     wrong = sorted((row for row in self.leaves if not row), key=lambda row: -row.difference)
     shown = [*self.metrics, *wrong[:_ROWS], *(row for row in self.leaves if row.note)]
-    rows = [
-      (
-        row.name,
-        f"{row.first:.5g}",
-        f"{row.second:.5g}",
-        format_difference(row.difference),
-        row.note or ("same" if row else "different"),
-      )
-      for row in shown
-    ]
+    rows: list[tuple[str, ...]] = []
+    for row in shown:
+      numbers = f"{row.first:.5g}", f"{row.second:.5g}", format_difference(row.difference)
+      rows.append((row.name, *numbers, row.note or ("same" if row else "different")))
     header = ("after one step", *self.meshes, "difference", "verdict")
     summary = f"{len(wrong)} of {len(self.leaves)} arrays differ"
     if not wrong:
@@ -185,17 +179,19 @@ def check_step(
   two = again(second[0], second[1], nxp.shard_batch(batch, other))
   names = sorted(one, key="loss".__ne__)
   metrics = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
+  meshes = format_mesh(axis_sizes(plan.mesh)), format_mesh(axis_sizes(other.mesh))
   leaves = _compare(plan, before, _values(first), _values(second), dtype)
-  return StepCheck((_mesh(plan), _mesh(other)), metrics, tuple(leaves))
+  return StepCheck(meshes, metrics, tuple(leaves))
 
 
 _Key = tuple[str, Path]
 """Root and path of an array."""
+_Values = dict[_Key, jax.Array]
 
 
-def _values(objects: tuple[nnx.Pytree, nnx.Pytree]) -> dict[_Key, jax.Array]:
+def _values(objects: tuple[nnx.Pytree, nnx.Pytree]) -> _Values:
   """Every array, without padding, by root and path."""
-  found: dict[_Key, jax.Array] = {}
+  found: _Values = {}
   for root, node in zip(("model", "optimizer"), objects, strict=True):
     for path, leaf in array_leaves(node).items():
       value = leaf[...] if hasattr(leaf, "get_value") else value_of(leaf)
@@ -218,11 +214,7 @@ def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _compare(
-  plan: nxp.Plan,
-  before: Mapping[_Key, jax.Array],
-  first: Mapping[_Key, jax.Array],
-  second: Mapping[_Key, jax.Array],
-  dtype: str,
+  plan: nxp.Plan, before: _Values, first: _Values, second: _Values, dtype: str
 ) -> list[StepDifference]:
   sizes = {
     key: np.asarray(_sizes(before[key], a, jax.device_put(second[key], a.sharding))).tolist()
@@ -237,12 +229,11 @@ def _compare(
     return key[0], key[1][: len(key[1]) - inside] if inside else leaf is not None and leaf.kind
 
   totals: dict[Hashable, float] = {}
-  for key, (_, _, change, _, _) in sizes.items():
+  for key, (_, _, change, *_) in sizes.items():
     totals[kind(key)] = math.hypot(totals.get(kind(key), 0.0), change)
   found: dict[_Key, StepDifference] = {}
-  for key in sorted(
-    sizes, key=lambda key: key[0] == "model"
-  ):  # the optimizer's first: it explains the model's
+  # The optimizer's first: it explains the model's.
+  for key in sorted(sizes, key=lambda key: key[0] == "model"):
     a, b, change, off, largest = sizes[key]
     name = path_str(key[1]) if key[0] == "model" else f"optimizer/{path_str(key[1])}"
     if not jnp.issubdtype(first[key].dtype, jnp.inexact):
@@ -274,8 +265,3 @@ def _metric(name: str, a: AnyArray, b: AnyArray, tolerance: float) -> StepDiffer
   relative = float(np.linalg.norm(a - b)) / (size or 1.0)
   first, second = (float(x) if not x.ndim else float(np.linalg.norm(x)) for x in (a, b))
   return StepDifference(name, first, second, relative, tolerance)
-
-
-def _mesh(plan: nxp.Plan) -> str:
-  sizes = {axis: size for axis, size in axis_sizes(plan.mesh).items() if size > 1}
-  return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one device"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 from nnx_parallel.core.text import Shown, few, format_spec, page_width, text_table
@@ -119,21 +119,15 @@ class GradientCheck(Shown):
       )
 
   def __str__(self) -> str:
-    rows = [
-      (
-        look.name,
-        str(len(look.leaves)),
-        f"{look.reverse[0]:.4g}",
-        f"{look.forward[0]:.4g}",
-        format_difference(look.difference),
-        f"{look.verdict}: {look.why}" if look.why else look.verdict,
-      )
-      for look in self.comparisons
-    ]
+    rows: list[tuple[str, ...]] = []
+    for look in self.comparisons:
+      slopes = f"{look.reverse[0]:.4g}", f"{look.forward[0]:.4g}", format_difference(look.difference)
+      verdict = f"{look.verdict}: {look.why}" if look.why else look.verdict
+      rows.append((look.name, str(len(look.leaves)), *slopes, verdict))
     header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
-    mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
     split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
-    lines = [f"mesh {mesh}{split}; tolerance {self.tolerance:.0e}, by leaf {self.closer:.0e} ({self.dtype})"]
+    limits = f"tolerance {self.tolerance:.0e}, by leaf {self.closer:.0e} ({self.dtype})"
+    lines = [f"mesh {format_mesh(self.mesh)}{split}; {limits}"]
     lines += [text_table(header, rows, right=(1, 2, 3, 4), wrap=(5,))]
     mark = ": wrong" if self.loss_verdict == "wrong" else ""
     lines.append("loss " + ", ".join(f"{value:.5g} {name}" for name, value in self.losses.items()) + mark)
@@ -159,6 +153,11 @@ def merge_checks(found: dict[Hashable, GradientCheck]) -> GradientCheck:
     notes=tuple(dict.fromkeys(text for check in checks for text in check.notes)),
     fix=" ".join(dict.fromkeys(check.fix for check in checks if check.fix)),
   )
+
+
+def format_mesh(sizes: Mapping[str, int]) -> str:
+  """The axes of a mesh that split something, with their sizes."""
+  return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def format_difference(difference: float) -> str:

@@ -219,11 +219,8 @@ def _is_rounding(eqn: JaxprEqn) -> bool:
 
 
 def signs(seed: jax.Array, number: int, like: AnyArray) -> jax.Array:
-  """Random +1 and -1 with the shape and dtype of an array, the same in every program and every layout.
-
-  They are a function of the positions of the elements and of the `number` of the array, so that no array is
-  copied or moved; a complex array gets signs for both parts.
-  """
+  """Random +1 and -1, for both parts of a complex array, the same in every program and every layout."""
+  # A function of the positions of the elements and the number of the array, so that no array is copied.
   if jnp.issubdtype(like.dtype, jnp.complexfloating):
     part = jax.ShapeDtypeStruct(like.shape, jnp.finfo(like.dtype).dtype)
     return jax.lax.complex(signs(seed, 2 * number, part), signs(~seed, 2 * number + 1, part))

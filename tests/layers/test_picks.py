@@ -19,7 +19,7 @@ def test_a_pick_is_found_and_equal_also_with_dims_of_size_1(shape):
   traced = jax.make_jaxpr(jax.value_and_grad(loss))(x)
   assert [e.primitive.name for e in equations(traced.jaxpr) if is_pick(e)] == ["gather", "scatter-add"]
 
-  found = rewrite(traced, lambda eqn, inputs: pick(*inputs) if is_pick(eqn) else DEFAULT)
+  found = rewrite(traced, lambda eqn, inputs: pick(eqn, *inputs) if is_pick(eqn) else DEFAULT)
   for ours, theirs in zip(interpret(found, [x]), jax.value_and_grad(loss)(x), strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
