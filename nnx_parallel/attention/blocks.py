@@ -40,6 +40,7 @@ from nnx_parallel.attention.tiling import (
   fill,
   order,
 )
+from nnx_parallel.core.axes import count_shards
 from nnx_parallel.core.jaxprs import (
   among,
   bind,
@@ -173,7 +174,7 @@ def _shared(match: Softmax, way: Way, lengths: Mapping[DimName, int], row: int, 
     grid = Grid(lengths, {**grid.blocks, dim: lengths[dim] // n}, grid.parts)
   if way.examples:
     shape = jax.sharding.get_abstract_mesh().shape
-    shards = math.prod(shape[axis] for axis in way.examples)
+    shards = count_shards(way.examples, shape)
     grid = Grid(lengths, {**grid.blocks, 0: lengths[0] // shards}, grid.parts)
   return Share(axis, n, row, column, dim, moving, grid, way.mapped, way.examples)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -31,6 +32,11 @@ def axes_in(spec: Iterable[Any]) -> tuple[str, ...]:
 def entry_of(axes: tuple[str, ...]) -> Entry:
   """The inverse of `axes_of`: a single axis is not a tuple, and no axis is None."""
   return axes[0] if len(axes) == 1 else axes or None
+
+
+def count_shards(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+  """The number of shards over mesh axes."""
+  return math.prod(sizes[axis] for axis in axes)
 
 
 def without(axes: tuple[str, ...], left_out: frozenset[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
+from nnx_parallel.core.axes import Entry, axes_of, count_shards, entry_of, without
 from nnx_parallel.core.interpret import find_forwarded
 from nnx_parallel.core.mesh import axis_sizes, is_explicit, own_mesh
 from nnx_parallel.core.nodes import Path
@@ -197,7 +197,7 @@ class Bound:
   @property
   def _shards(self) -> int:
     """The number of parts into which the axes of the batch split it."""
-    return math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)
+    return count_shards(self.axes, axis_sizes(self.binding.mesh))
 
   def _length(self, args: Args) -> int:
     """The number of positions of a row, and one."""

@@ -21,7 +21,7 @@ from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.hosts.samples import Last, Sampler, Samples
 from nnx_parallel.layout.batch import check_fits, check_split
 from nnx_parallel.layout.plan import Plan, check_plan
-from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.resolve import count_shards_by_dim
 
 
 @shorten_traceback
@@ -108,7 +108,7 @@ def _place(name: str, array: AnyArray, plan: Plan, *, global_batch: bool) -> jax
   sizes = axis_sizes(plan.mesh)
   spec = plan.batch_spec(len(shape))
   sharding = NamedSharding(plan.mesh, spec)
-  counts = shard_counts(spec, len(shape), sizes)
+  counts = count_shards_by_dim(spec, len(shape), sizes)
   mine = counts if global_batch else _own_counts(sharding, counts)
   check_split(name, shape, spec, sizes, mine, counts)
   if jax.process_count() == 1:
@@ -136,9 +136,9 @@ def _own_rows(length: int, ranks: set[int], plan: Plan) -> np.ndarray:
   sizes, own = axis_sizes(plan.mesh), set[int]()
   for rank in ranks:
     sharding = NamedSharding(plan.mesh, plan.batch_spec(rank))
-    count = shard_counts(sharding.spec, rank, sizes)[:1]
+    count = count_shards_by_dim(sharding.spec, rank, sizes)[:1]
     check_split("batch", (length,), sharding.spec, sizes, count, count)
-    shape = (length, *shard_counts(sharding.spec, rank, sizes)[1:])
+    shape = (length, *count_shards_by_dim(sharding.spec, rank, sizes)[1:])
     for index in sharding.addressable_devices_indices_map(shape).values():
       own.update(range(length)[index[0]] if index else ())
   return np.array(sorted(own))
@@ -148,7 +148,7 @@ def _from_rows(name: str, host: np.ndarray, length: int, rows: np.ndarray, plan:
   """A global array of `length` rows, of which `host` has these."""
   shape, sizes = (length, *host.shape[1:]), axis_sizes(plan.mesh)
   sharding = NamedSharding(plan.mesh, plan.batch_spec(host.ndim))
-  counts = shard_counts(sharding.spec, host.ndim, sizes)
+  counts = count_shards_by_dim(sharding.spec, host.ndim, sizes)
   check_split(name, shape, sharding.spec, sizes, counts, counts)
 
   def part(index: Any) -> np.ndarray:

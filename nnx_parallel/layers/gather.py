@@ -39,14 +39,13 @@ product with it is split as the parameter is, not by positions. Else the partiti
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, entry_of, without
+from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, count_shards, entry_of, without
 from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, facts_after, is_walked, wiring
 from nnx_parallel.core.jaxprs import HELD, bind, by_trace, has_rule, place_of
 from nnx_parallel.core.mesh import AnyMesh
@@ -195,7 +194,7 @@ class _Gather(Interpreter[Fact]):
     moves = any({*self._axes} & {*axes_in(fact)} for fact in facts if _is_parameter(fact))
     # Matrix products only: no convolution was seen to need it.
     if moves and isinstance(after[0], Examples) and eqn.primitive.name == "dot_general":
-      dim, shards = after[0].dim, math.prod(self._mesh.shape[axis] for axis in self._axes)
+      dim, shards = after[0].dim, count_shards(self._axes, self._mesh.shape)
       if (factor := where.results[0][dim]) is not None and not eqn.outvars[0].aval.shape[dim] % shards:
         pinned[factor] = self._axes
 
@@ -219,7 +218,7 @@ class _Gather(Interpreter[Fact]):
     moved = {*axes_in(table)} & {*self._axes}
     examples, rank = where.operands[1][tokens.dim], len(eqn.outvars[0].aval.shape)
     rest = [without(dim, frozenset(moved)) for dim in table]
-    shards = math.prod(self._mesh.shape[axis] for axis in {*moved, *axes_in(rest)})
+    shards = count_shards({*moved, *axes_in(rest)}, self._mesh.shape)
     offsets = eqn.params["dimension_numbers"].offset_dims
     columns = [
       (size, d, to)
@@ -228,7 +227,7 @@ class _Gather(Interpreter[Fact]):
     ]
     if not columns or examples is None or not moved or moved != {*self._axes[-1:]}:
       return None
-    if eqn.outvars[0].aval.shape[examples] % math.prod(self._mesh.shape[axis] for axis in self._axes):
+    if eqn.outvars[0].aval.shape[examples] % count_shards(self._axes, self._mesh.shape):
       return None
     _, d, to = max(columns)
     column = (*rest[d], *moved)

@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 from nnx_parallel.attention.find import opens_attention
 from nnx_parallel.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, push
+from nnx_parallel.core.axes import count_shards
 from nnx_parallel.core.interpret import DEFAULT, inline_calls, read, run_operations, values_of
 from nnx_parallel.core.jaxprs import (
   among,
@@ -116,7 +117,7 @@ def _shards(length: int) -> tuple[int, int]:
     return shards, 1
   scope = scope_in_use()
   split = batch_axes(RuleSet(scope.rules if scope else LogicalRules()), dict(mesh.shape)) or ()
-  apart = mesh.size // math.prod(mesh.shape[axis] for axis in split)
+  apart = mesh.size // count_shards(split, mesh.shape)
   return shards, 1 if shards % apart else apart
 
 

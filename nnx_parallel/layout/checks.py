@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_in, axes_of, entry_of
+from nnx_parallel.core.axes import axes_in, axes_of, count_shards, entry_of
 from nnx_parallel.core.nodes import OTHER_KEYS, Names, iter_nodes, names_of, path_str
 from nnx_parallel.core.text import few, list_lines
 from nnx_parallel.core.types import Leaf, Variable
@@ -70,7 +69,7 @@ def check_tables(tables: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping
     if both:
       rest = tuple(axis for axis in columns if axis not in both)
       names = tuple(map(entry_of, (*front, rows + both, rest)))
-      shards = math.prod(mesh[axis] for axis in rows + both)
+      shards = count_shards(rows + both, mesh)
       pad = ', and pad them (uneven="pad")' if leaf.shape[ROWS] % shards else ""
       note = (
         f"split by columns over {', '.join(both)}, as the batch, so a step sends activations instead of"

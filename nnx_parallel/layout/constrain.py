@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from flax.linen import get_logical_axis_rules
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
+from nnx_parallel.core.axes import Entry, axes_in, axes_of, count_shards, entry_of
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.jaxprs import HELD, is_inexact
 from nnx_parallel.core.mesh import (
@@ -364,7 +363,7 @@ def split_positions(x: jax.Array) -> jax.Array:
     return x
   sizes = {axis: 1 if axis in _MAPPED.value else size for axis, size in axis_sizes(scope.mesh).items()}
   split = (batch_axes(scope.ruleset, sizes) or (), over)
-  shards = [math.prod(sizes[axis] for axis in axes) for axes in split]
+  shards = [count_shards(axes, sizes) for axes in split]
   if any(n % count for n, count in zip(x.shape, shards, strict=False)) or not is_inexact(jax.typeof(x)):
     return x
   with jax.named_scope(HELD):

@@ -26,12 +26,11 @@ it right. The rule may go when the canary fails with every jax that pyproject.to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax import nnx
 
-from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.axes import axes_in, count_shards
 from nnx_parallel.core.nodes import Path, iter_nodes, path_str
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError
@@ -69,7 +68,7 @@ def check_convolutions(
   if whole and split and idle:
     raise PlanError(
       f"{few(whole)}: XLA makes the kernel gradient of a convolution over sharded positions"
-      f" {math.prod(sizes[axis] for axis in idle)} times too large on this mesh.",
+      f" {count_shards(idle, sizes)} times too large on this mesh.",
       details=f"{few(split)} shards positions, and {few(idle)} neither them nor the examples;"
       f" mesh {dict(sizes)}",
       fix=f"let {few(idle)} shard the examples too: nxp.LogicalRules(batch={(*batch, *idle)}); or no rule"
@@ -90,7 +89,7 @@ def own_step_notes(
   both = [axis for axis in batch if sizes[axis] > 1 and axis in used]
   notes: list[str] = []
   if grouped := [path_str(path) for path, groups in convolutions(model) if groups > 1 and others]:
-    factor = math.prod(sizes[axis] for axis in others)
+    factor = count_shards(others, sizes)
     notes.append(
       f"{few(grouped)}: grouped convolutions, whose kernel gradients XLA makes up to {factor} times too large"
       " on this mesh in a step of your own; nxp.train_step computes them right"

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Names, Path, path_str
 from nnx_parallel.core.types import DType
-from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.resolve import count_shards_by_dim
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
 """Memory kinds that are not the device's own."""
@@ -96,7 +96,7 @@ class LeafPlan:
   @functools.cached_property
   def shards(self) -> tuple[int, ...]:
     """The number of shards along each dim."""
-    return shard_counts(self.spec, len(self.shape), axis_sizes(self.mesh))
+    return count_shards_by_dim(self.spec, len(self.shape), axis_sizes(self.mesh))
 
   @functools.cached_property
   def bytes(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.axes import axes_in, count_shards
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import PlanError
@@ -148,7 +148,7 @@ def add_zero_axes(
     return spec, "no further axis"
   found = add_axes(spec, shape, left, mesh)
   if not found.added:
-    return spec, f"no dim of {tuple(shape)} divides by {math.prod(mesh[axis] for axis in left)} more"
+    return spec, f"no dim of {tuple(shape)} divides by {count_shards(left, mesh)} more"
   where = (f"dim {dim} also over {', '.join(added)}" for added, dim in found.added)
   return found.spec, f"ZeRO: {', '.join(where)}"
 

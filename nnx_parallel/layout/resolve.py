@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import Entry, axes_by_dim, axes_in, axes_of, entry_of
+from nnx_parallel.core.axes import Entry, axes_by_dim, axes_in, axes_of, count_shards, entry_of
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Names
@@ -111,10 +111,6 @@ class _Array(NamedTuple):
   shape: tuple[int, ...]
   mesh: dict[str, int]
 
-  def ways(self, axes: Candidate) -> int:
-    """The number of shards over mesh axes."""
-    return math.prod(self.mesh[axis] for axis in axes)
-
 
 def _candidates(
   array: _Array, dim: int, parts: Sequence[str], rules: LogicalRules, steps: list[str]
@@ -176,7 +172,7 @@ def _take(
     return (), 0
   if policy == "pad":
     option, size = undivided[0], array.shape[dim]
-    extra = -size % array.ways(option)
+    extra = -size % count_shards(option, array.mesh)
     steps.append(f"{name!r} -> {show_candidate(option)}: {size} is padded to {size + extra}")
     return option, extra
   raise _undivided(array, dim, name, undivided[0])
@@ -194,13 +190,13 @@ def _refusal(array: _Array, dim: int, option: Candidate, used: Mapping[str, str]
       return "used", f"axis {axis!r} is already used by {used[axis]}"
   if len(set(option)) != len(option):
     return "used", f"{show_candidate(option)} names an axis twice"
-  if array.shape[dim] % array.ways(option):
-    return "uneven", f"{array.ways(option)} does not divide {array.shape[dim]}"
+  if array.shape[dim] % count_shards(option, array.mesh):
+    return "uneven", f"{count_shards(option, array.mesh)} does not divide {array.shape[dim]}"
   return "", ""
 
 
 def _undivided(array: _Array, dim: int, name: str, option: Candidate) -> ShardingError:
-  size, shards = array.shape[dim], array.ways(option)
+  size, shards = array.shape[dim], count_shards(option, array.mesh)
   # A path rule may name the mesh axis itself.
   whole = f"nxp.RuleSet.of(rules).replace({show_rule(name, None)})"
   other = "None in its rule" if name in array.mesh else whole
@@ -255,9 +251,7 @@ def add_axes(
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
   added: list[tuple[Candidate, int]] = []
   while left := tuple(axis for axis in axes if not any(axis in entry for entry in entries)):
-    local = [
-      size // math.prod(mesh[axis] for axis in entry) for size, entry in zip(sizes, entries, strict=True)
-    ]
+    local = [size // count_shards(entry, mesh) for size, entry in zip(sizes, entries, strict=True)]
     # Ties go to the last dim, so that a square kernel is split along its output features.
     order = sorted(
       (d for d in range(len(local)) if d not in whole),
@@ -265,7 +259,13 @@ def add_axes(
       reverse=True,
     )
     found = next(
-      ((part, d) for part in _parts(left, mesh) for d in order if _divides(part, local[d], mesh)), None
+      (
+        (part, d)
+        for part in _parts(left, mesh)
+        for d in order
+        if local[d] > 0 and local[d] % count_shards(part, mesh) == 0
+      ),
+      None,
     )
     if pad and (found is None or found[0] != left or (rows is not None and found[1] != rows)):
       found = next(((left, d) for d in order if local[d] > 1), found)
@@ -273,7 +273,7 @@ def add_axes(
       break
     part, dim = found
     entries[dim] += part
-    sizes[dim] += -sizes[dim] % math.prod(mesh[axis] for axis in entries[dim])
+    sizes[dim] += -sizes[dim] % count_shards(entries[dim], mesh)
     added.append(found)
   padding = tuple(size - before for size, before in zip(sizes, shape, strict=True))
   return Extended(PartitionSpec(*map(entry_of, entries)), padding, tuple(added))
@@ -284,12 +284,8 @@ def _parts(axes: Candidate, mesh: Mapping[str, int]) -> list[Candidate]:
   some = (
     part for count in range(len(axes) - 1, 0, -1) for part in [*itertools.combinations(axes, count)][::-1]
   )
-  ways = {part: math.prod(mesh[axis] for axis in part) for part in some}
+  ways = {part: count_shards(part, mesh) for part in some}
   return [axes, *sorted((part for part in ways if ways[part] > 1), key=lambda part: -ways[part])]
-
-
-def _divides(part: Candidate, size: int, mesh: Mapping[str, int]) -> bool:
-  return size > 0 and size % math.prod(mesh[axis] for axis in part) == 0
 
 
 def extend_spec(
@@ -319,10 +315,10 @@ def extend_spec(
   if size <= fallback.min_size:
     return unchanged, f"{size} elements, at most min_size={fallback.min_size}"
   found = add_axes(spec, shape, left, mesh, rows=rows, whole=whole, pad=pad)
-  ways = math.prod(mesh[axis] for axis in left)
+  ways = count_shards(left, mesh)
   not_rows = ""
   if rows is not None and not any(dim == rows for _, dim in found.added):
-    own = math.prod(mesh[axis] for axis in axes_of(spec[rows]))
+    own = count_shards(axes_of(spec[rows]), mesh)
     not_rows = f"; not the rows of this look-up table: {ways * own} does not divide {shape[rows]}"
   if not found.added:
     return found, f"no dim of {tuple(shape)} divides by {ways} ({show_candidate(left)}){not_rows}"
@@ -342,7 +338,7 @@ def _said(
   extra: int,
   rows: bool,
 ) -> str:
-  ways, own = math.prod(mesh[axis] for axis in axes), axes_of(spec[dim])
+  ways, own = count_shards(axes, mesh), axes_of(spec[dim])
   behind = f" behind {show_candidate(own)}" if own else ""
   which = (
     "the rows of a look-up table" if rows else f"the largest {'' if own else 'free '}dim that {ways} divides"
@@ -352,6 +348,6 @@ def _said(
   return f"{show_candidate(axes)}{behind} on dim {dim} ({shape[dim]}), {which}"
 
 
-def shard_counts(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
+def count_shards_by_dim(spec: PartitionSpec, ndim: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
   """The number of shards of each dim; `spec` may have fewer entries than dims."""
-  return tuple(math.prod(mesh[axis] for axis in axes) for axes in axes_by_dim(spec, ndim))
+  return tuple(count_shards(axes, mesh) for axes in axes_by_dim(spec, ndim))

@@ -19,7 +19,7 @@ from nnx_parallel.core.nodes import variables
 from nnx_parallel.core.types import AnyMetrics, Model, PyTree
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.resolve import count_shards_by_dim
 from nnx_parallel.layout.show.diff import PlanDiff
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
@@ -167,7 +167,7 @@ def restore(
     microbatches = int(saved.get("microbatches", recipe.parts(None)))
     parameters_only = all(isinstance(leaf, nnx.Param) for leaf in variables(model).values())
     if before is not None and moved and parameters_only and not (options or {}).get("pipeline"):
-      shards = [shard_counts(one.batch_spec(1), 1, axis_sizes(one.mesh))[0] for one in (before, plan)]
+      shards = [count_shards_by_dim(one.batch_spec(1), 1, axis_sizes(one.mesh))[0] for one in (before, plan)]
       batch = (saved if settings is None else settings).get("batch")
       microbatches = adapt_microbatches(microbatches, shards[0], shards[1], batch)
   run = _run_of(recipe, plan, model, optimizer, microbatches, position, settings, options)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core.axes import count_shards
 from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, explicit_axes, no_mesh
@@ -316,7 +317,7 @@ def compile_report(
   if isinstance(step, Generator):
     names = step.argument_names(*objects)
   sizes = axis_sizes(here.mesh)
-  shards = math.prod(sizes[axis] for axis in here.batch_axes)
+  shards = count_shards(here.batch_axes, sizes)
   examples, looked_for = _examples(step, batch), None
   if examples is not None and shards > 1:
     looked_for = Batch(examples, math.prod(sizes.values()) // shards, {leaf.shape for leaf in here.leaves})

@@ -11,7 +11,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.types import Leaf, PyTree
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.plan import Plan
-from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.resolve import count_shards_by_dim
 
 
 def state_categories(plan: Plan) -> dict[str, int]:
@@ -47,7 +47,7 @@ def check_batch(plan: Plan, batch: PyTree, microbatches: int = 1) -> None:
   """Refuses (`ReportError`) a batch that a step with this plan could not split: its report would mislead."""
   sizes = axis_sizes(plan.mesh)
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch_structs(batch)):
-    counts = shard_counts(plan.batch_spec(len(leaf.shape)), len(leaf.shape), sizes)
+    counts = count_shards_by_dim(plan.batch_spec(len(leaf.shape)), len(leaf.shape), sizes)
     name, parts = f"batch{jax.tree_util.keystr(path)}", (*counts[:1], microbatches)
     each = math.prod(parts) if counts else 1
     if counts and leaf.shape[0] % each:

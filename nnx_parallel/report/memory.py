@@ -43,7 +43,7 @@ from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.remat import Policy
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import Plan, check_plan
-from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.resolve import count_shards_by_dim
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.inputs import batch_structs, check_batch, state_categories
@@ -208,7 +208,7 @@ def count_memory(
 ) -> MemoryPlan:
   """The memory plan of a traced loss; the other arguments are as for `memory_plan`."""
   sizes, structs = axis_sizes(plan.mesh), jax.tree.leaves(batch_structs(batch))
-  splits = (shard_counts(plan.batch_spec(x.ndim), x.ndim, sizes) for x in structs)
+  splits = (count_shards_by_dim(plan.batch_spec(x.ndim), x.ndim, sizes) for x in structs)
   near = sorted((x for x in plan.leaves if not x.on_host), key=lambda leaf: -leaf.bytes_per_device)
   state, masters = state_categories(plan), sum(x.bytes_per_device for x in near if "masters" in x.path)
   categories = {

@@ -17,7 +17,7 @@ import jax
 import optax
 from flax import nnx
 
-from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.axes import axes_in, count_shards
 from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import (
@@ -356,7 +356,7 @@ class _Task:
   def candidates(self, plan: Plan) -> Iterator[Candidate]:
     """The layout with each policy and number of microbatches."""
     sizes, counts = axis_sizes(plan.mesh), [2**n for n in range(self.most.bit_length())]
-    shards = math.prod(sizes[axis] for axis in plan.batch_axes)
+    shards = count_shards(plan.batch_axes, sizes)
     examples = min((x.shape[0] for x in jax.tree.leaves(self.batch) if x.shape), default=1)
     stages = sizes.get(self.pipeline.axis, 1) if self.pipeline is not None else 1
     if stages > 1:

@@ -30,7 +30,7 @@ from nnx_parallel.attention.call import attend, check_shapes
 from nnx_parallel.attention.kernels import kernel_in_use
 from nnx_parallel.attention.tiles import Share
 from nnx_parallel.attention.tiling import DimName, Grid
-from nnx_parallel.core.axes import axes_by_dim
+from nnx_parallel.core.axes import axes_by_dim, count_shards
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.types import AnyArray
@@ -421,7 +421,7 @@ def _examples_over(query: jax.Array, mesh: AnyMesh | None, others: Collection[st
   if AxisType.Explicit in mesh.axis_types:
     found = axes_by_dim(jax.typeof(query).sharding.spec, query.ndim)[0]
   axes = tuple(axis for axis in found if axis not in others and sizes[axis] > 1)
-  return axes if query.shape[0] % math.prod(sizes[axis] for axis in axes) == 0 else ()
+  return axes if query.shape[0] % count_shards(axes, sizes) == 0 else ()
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:

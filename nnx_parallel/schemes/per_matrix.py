@@ -18,6 +18,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
+from nnx_parallel.core.axes import count_shards
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
@@ -191,7 +192,7 @@ def _update(
   if mesh is None or not axes:
     new, state = run(group.stack(grads), state, None if params is None else group.stack(params), extra)
     return group.unstack(new), state
-  devices, count = math.prod(axis_sizes(mesh)[axis] for axis in axes), sum(group.counts)
+  devices, count = count_shards(axes, axis_sizes(mesh)), sum(group.counts)
   # Gradients are first reduced into their own layout: else the compiler may sum all of them on every device.
   grads = [pin(x, array.where) for array, x in zip(group.arrays, grads, strict=True)]
   one, whole, by_row = PartitionSpec(), PartitionSpec(axes), PartitionSpec(None, axes)

@@ -19,7 +19,7 @@ from nnx_parallel.core.nodes import Path, value_of
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.layout.batch import check_fits, check_split, input_spec
-from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.resolve import count_shards_by_dim
 from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
 from nnx_parallel.train.binding import RESTORE, Binding, as_pinned, current_trace, inside_a_program
 from nnx_parallel.train.donation import owned, run, separate
@@ -169,7 +169,7 @@ class Bound(Binding):
           fix="nxp.shard_batch(batch, plan), with the share of each process; with global_batch=True, each\n"
           "passes the same global batch.",
         )
-      counts = shard_counts(spec, x.ndim, sizes)
+      counts = count_shards_by_dim(spec, x.ndim, sizes)
       check_split(name, x.shape, spec, sizes, counts, counts)
       where = NamedSharding(mesh, spec)
       if abstract:

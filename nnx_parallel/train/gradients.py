@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.axes import axes_of, count_shards
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import join_batch, pin, split_batch
@@ -383,7 +382,7 @@ def _first(batch: PyTree, count: int) -> PyTree:
 
 
 def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
-  return math.prod(mesh.shape[axis] for axis in axes)
+  return count_shards(axes, mesh.shape)
 
 
 def _replica_axes(batch: PyTree, count: int, layout: StepLayout) -> tuple[tuple[str, ...], str]:

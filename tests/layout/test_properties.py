@@ -15,7 +15,7 @@ import nnx_parallel as nxp
 from nnx_parallel import LogicalRules
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout.resolve import extend_spec, shard_counts
+from nnx_parallel.layout.resolve import count_shards_by_dim, extend_spec
 
 AXES = ("data", "fsdp", "tensor", "expert")
 NAMES = tuple(string.ascii_lowercase[:6])
@@ -61,7 +61,7 @@ def resolve(mesh, table, names, shape, uneven="error"):
 
 
 def local_size(spec, shape, mesh):
-  counts = shard_counts(spec, len(shape), mesh)
+  counts = count_shards_by_dim(spec, len(shape), mesh)
   return math.prod(size // count for size, count in zip(shape, counts, strict=True))
 
 
@@ -91,7 +91,7 @@ def test_never_larger_per_device_than_without_the_rules(problem, policy):
   if policy != "pad":
     assert local_size(found.spec, shape, mesh) <= math.prod(shape)
     return
-  counts = shard_counts(found.spec, len(shape), mesh)
+  counts = count_shards_by_dim(found.spec, len(shape), mesh)
   for size, extra, count in zip(shape, found.padding, counts, strict=True):
     # Padding is less than one shard's worth, so what a device holds never exceeds the whole dim.
     assert extra < count or extra == 0
@@ -128,7 +128,7 @@ def test_the_fallback_only_ever_makes_shards_smaller(problem, min_size, axes):
     axes_of(new)[: len(axes_of(old))] == axes_of(old) for old, new in zip(found.spec, spec, strict=True)
   )
   if math.prod(shape) > min_size:  # each axis of the fallback is used, or divides no dim
-    local = [size // n for size, n in zip(shape, shard_counts(spec, len(shape), mesh), strict=True)]
+    local = [size // n for size, n in zip(shape, count_shards_by_dim(spec, len(shape), mesh), strict=True)]
     used = {axis for entry in spec for axis in axes_of(entry)}
     assert not any(
       size and size % mesh[axis] == 0 for axis in {*axes} - used if mesh[axis] > 1 for size in local
