@@ -453,3 +453,48 @@ def test_jax_reports_each_compilation_as_an_event():
   finally:
     jax.monitoring.unregister_event_duration_listener(note)
   assert first == seen.count("/jax/core/compile/backend_compile_duration") == 1
+
+
+def test_only_the_list_and_the_variable_hold_an_array():
+  """`train/donation.py` (`_ALONE`): an array with one more reference is somebody's, and is not donated."""
+  variables = [nnx.Param(jnp.ones(3))]
+  (mine,) = [sys.getrefcount(array) for v in variables for array in [v.get_raw_value()]]
+  held = variables[0].get_value()
+  (shared,) = [sys.getrefcount(array) for v in variables for array in [v.get_raw_value()]]
+  assert shared == mine + 1
+  assert held is not None
+
+
+def test_errors_of_explicit_axes_have_a_known_name():
+  """`train/loss_call.py` restates them; the class is not public."""
+  mesh = nxp.make_mesh(x=8, explicit=True)
+  split = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P("x", None)))
+  with pytest.raises(Exception, match="shard") as info:
+    jax.jit(lambda a: a @ a.T + a @ a)(split)
+  assert type(info.value).__name__ == "ShardingTypeError"
+
+
+def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
+  """In a trace the flag is an array, which the kernel reads as a bool."""
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
+  def run(mask, x):
+    kernel = splash_attention.make_splash_mqa_single_device(mask[None], interpret=True)
+    assert isinstance(kernel.fwd_mask_info.is_dynamic_mask, jax.core.Tracer)
+    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+    return kernel(x[None], x, x)[0]
+
+  x = jnp.ones((128, 128))
+  np.testing.assert_allclose(jax.jit(run)(jnp.tri(128, dtype=bool), x), x)
+
+
+def test_no_cluster_is_a_value_error_and_late_bring_up_a_runtime_error(monkeypatch):
+  """`hosts/bringup.py` reads these texts: it has no other public way to tell them apart."""
+  with pytest.raises(RuntimeError, match="must be called before"):
+    jax.distributed.initialize()
+  from jax._src import distributed
+
+  for name in ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JAX_COORDINATOR_ADDRESS"):
+    monkeypatch.delenv(name, raising=False)
+  with pytest.raises(ValueError, match="coordinator_address should be defined"):
+    distributed.global_state.initialize()

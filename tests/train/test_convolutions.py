@@ -141,14 +141,18 @@ def scaled(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
-def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient() -> None:
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("inside", ["loop", "branch"])
+def test_a_grouped_convolution_in_a_program_has_its_gradient(inside: str, groups: int) -> None:
   mesh = nxp.make_mesh(data=2, model=4)
 
   def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-    step = lambda x, _: (jax.checkpoint(scaled)(convolve(kernel, x, feature_group_count=4)), None)
-    return jax.lax.scan(step, x, None, length=2)[0].sum()
+    step = lambda x: jax.checkpoint(scaled)(convolve(kernel, x, feature_group_count=groups))
+    if inside == "branch":
+      return jax.lax.cond(x[0, 0, 0] < 100, step, jnp.sin, x).sum()
+    return jax.lax.scan(lambda x, _: (step(x), None), x, None, length=2)[0].sum()
 
-  kernel, x = drawn((3, 1, 4), (8, 6, 4))
+  kernel, x = drawn((3, 4 // groups, 4), (8, 6, 4))
   placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
   found = jax.jit(with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
   np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
@@ -200,7 +204,8 @@ def test_the_plan_warns_those_who_compile_their_own_step() -> None:
 )
 def test_elements_of_rows_are_read_by_a_comparison_where_they_are_asked_to_be(explicit, picks, compares):
   mesh = nxp.make_mesh(data=2, model=4, explicit=explicit)
-  read = mend(lambda x, i: jnp.take_along_axis(x, i, -1), mesh, picks=picks)
+  change = functools.partial(mend, picks=True) if picks else with_correct_convolutions
+  read = change(lambda x, i: jnp.take_along_axis(x, i, -1), mesh)
   with jax.set_mesh(mesh):
     operations = str(jax.make_jaxpr(read)(jnp.ones((4, 5)), jnp.ones((4, 1), int)))
   assert ("gather[" not in operations) == compares
