@@ -116,7 +116,7 @@ def _check_methods(attributes: Mapping[str, object]) -> None:
 
 def objects_in(root: Model) -> list[Model]:
   """The modules or optimizers in `root`: itself, or the elements of a tuple, list or dict."""
-  if isinstance(root, Mapping):
+  if isinstance(root, dict):  # an `nnx.Dict` is a mapping, and one module
     return list(root.values())
   return list(root) if isinstance(root, (tuple, list)) else [root]
 

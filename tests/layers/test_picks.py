@@ -24,8 +24,7 @@ def test_a_pick_is_found_and_equal_also_with_dims_of_size_1(shape):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def rows_of(*shape):
-  """For each dim but the last, the number of the row, to index with."""
+def rows_of(*shape):  # for each dim but the last, the number of the row, to index with
   return jnp.meshgrid(*map(jnp.arange, shape[:-1]), indexing="ij", sparse=True)
 
 
