@@ -32,7 +32,7 @@ def in_turn(x):
   return x
 
 
-def of_an_array_that_the_model_holds(x, table=jnp.arange(4) * 2):
+def of_an_array_that_the_model_holds(x, table=jnp.arange(4) * 2):  # noqa: B008 (captured)
   mask = table[:, None] >= table[None]
   return layer(layer(x, mask), mask)
 
