@@ -279,6 +279,7 @@ def test_what_is_done_with_the_head_is_said():
   plain = "the head and the loss of each token in 4 chunks of the 50 columns"
   assert line_of(one_by_one, 4) == line_of(routed, 4) == plain
   assert line_of(two, 4) == f"{plain}; the last of 2 heads only, as written: dot_general -> float32[4,13,50]"
+  assert line_of(one_by_one, 1) == plain.replace("4 chunks", "1 chunks")
   assert "in 17 chunks of the 50 columns (of 20 requested: chunks are of equal" in line_of(one_by_one, 20)
 
 
