@@ -175,7 +175,7 @@ def test_a_dict_of_flax_is_one_model(tmp_path):
   init = lambda: nnx.Dict(w=nnx.Param(jnp.eye(4)), net=Net(nnx.Rngs(0), 4, out=4))
   plan, model, optimizer = make(init, optax.sgd(0.1))
   loss, x = lambda model, x: (model["net"](x @ model["w"]) ** 2).mean(), jnp.ones((8, 4))
-  nxp.check_gradients(model, x, loss)
+  assert nxp.check_gradients(model, x, loss)
   before = nxp.train_step(loss)(model, optimizer, x)["loss"]
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, model, optimizer)
