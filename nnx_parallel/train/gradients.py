@@ -381,8 +381,8 @@ def _first(batch: PyTree, count: int) -> PyTree:
   return jax.tree.map(lambda x: split_batch(x, count)[0], batch)
 
 
-def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
-  return count_shards(axes, mesh.shape)
+def _replicas(mesh: Mesh | None, axes: Sequence[str]) -> int:
+  return 1 if mesh is None else count_shards(axes, mesh.shape)
 
 
 def _replica_axes(batch: PyTree, count: int, layout: StepLayout) -> tuple[tuple[str, ...], str]:
