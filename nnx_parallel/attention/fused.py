@@ -26,6 +26,7 @@ from nnx_parallel.attention.kernels import Kernel, Terms
 from nnx_parallel.attention.masks import ALL, HIDDEN, PLACES, seen_by
 from nnx_parallel.attention.softmaxes import NotFused, Softmax, is_cast, uncast
 from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, order, pull
+from nnx_parallel.core.axes import count_shards
 from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.types import AnyArray, Jaxpr, JaxprEqn, Var
@@ -479,7 +480,7 @@ def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...
   found: list[tuple[str, ...]] = [()] * len(sizes)
   for axis in [*first, *(axis for axis in mesh if axis not in first)]:
     for d in [0] if axis in first else range(1, len(sizes)):
-      if sizes[d : d + 1] and sizes[d] % (mesh[axis] * math.prod(mesh[other] for other in found[d])) == 0:
+      if sizes[d : d + 1] and sizes[d] % count_shards((*found[d], axis), mesh) == 0:
         found[d] = (*found[d], axis)
         break
   return found

@@ -23,9 +23,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.serialization import (
-  tensorstore_utils,
-)  # test_array_io.py checks it
+from orbax.checkpoint._src.serialization import tensorstore_utils  # tests/checkpoint checks it
 
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.storage import is_local

@@ -238,9 +238,9 @@ def explicit_axes(mesh: AnyMesh) -> bool | list[str]:
   return found if 0 < len(found) < len(mesh.axis_names) else is_explicit(mesh)
 
 
-def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
-  """Mesh axis name -> size in devices, in mesh order (a plain dict, for messages and JSON)."""
-  return {str(name): int(size) for name, size in mesh.shape.items()}
+def axis_sizes(mesh: AnyMesh | None) -> dict[str, int]:
+  """Mesh axis name -> size in devices, in mesh order (a plain dict, for messages and JSON); {}: no mesh."""
+  return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}
 
 
 @shorten_traceback

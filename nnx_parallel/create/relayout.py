@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.axes import axes_of, count_shards, entry_of
 from nnx_parallel.core.mesh import auto_mesh, axis_sizes
 from nnx_parallel.layout.leaf import HOST_KINDS
 from nnx_parallel.layout.resolve import add_axes
@@ -44,7 +43,7 @@ def even_layout(sharding: Sharding, shape: tuple[int, ...], *, keep: bool = Fals
   names: list[tuple[str, ...]] = [()] * len(shape)
   for dim, entry in enumerate(layout.spec if keep else ()):
     for axis in axes_of(entry):
-      if shape[dim] % math.prod(mesh.shape[name] for name in (*names[dim], axis)) == 0:
+      if shape[dim] % count_shards((*names[dim], axis), mesh.shape) == 0:
         names[dim] += (axis,)
   spec = PartitionSpec(*map(entry_of, names))
   return NamedSharding(mesh, add_axes(spec, shape, mesh.axis_names, mesh.shape, rows=0).spec)

@@ -197,8 +197,7 @@ class Bound:
   @property
   def _shards(self) -> int:
     """The number of parts into which the axes of the batch split it."""
-    mesh = self.binding.mesh
-    return 1 if mesh is None else count_shards(self.axes, axis_sizes(mesh))
+    return count_shards(self.axes, axis_sizes(self.binding.mesh))
 
   def _length(self, args: Args) -> int:
     """The number of positions of a row, and one."""

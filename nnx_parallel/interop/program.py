@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from nnx_parallel.checkpoint.damage import friendly_errors
 from nnx_parallel.core.checked import check_arguments, check_arrays
-from nnx_parallel.core.mesh import explicit_axes, make_mesh, own_mesh
+from nnx_parallel.core.mesh import axis_sizes, explicit_axes, make_mesh, own_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -98,7 +98,7 @@ def export_program(
   _require_flatbuffers()
   mesh = places.mesh
   layout = {
-    "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
+    "axes": axis_sizes(mesh),
     "explicit": mesh is not None and explicit_axes(mesh),
     "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
     "changes": changes,

@@ -174,7 +174,7 @@ class ContextAttention:
       mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
     around = active_mesh(query)
     mesh = around.mesh
-    sizes = {} if mesh is None else axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
     self._check_axes(sizes)
     check_not_mapped("the positions", [*self.axes.values()], around.manual | around.mapped)
     sequence = _Sequence(

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.axes import count_shards, entry_of
 from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
@@ -124,7 +124,7 @@ def experts(
   check_expert_fn(expert_fn)
   _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer})
   around = active_mesh(x, *leaves)
-  sizes = {} if around.mesh is None else axis_sizes(around.mesh)
+  sizes = axis_sizes(around.mesh)
   taken = around.manual | around.mapped
   check_not_mapped("the experts", [axis], taken)
   ways = sizes.get(axis, 1)
@@ -138,11 +138,11 @@ def experts(
   dims = token_axes(around.rules, sizes, free, len(shape))
   if axis in free and not any(axis in names for names in dims):
     dims[0] = (*dims[0], axis)  # the minor axis of the batch
-  if any(n % _ways(free, names) for n, names in zip(shape, dims, strict=True)):
+  if any(n % count_shards(names, free) for n, names in zip(shape, dims, strict=True)):
     dims = [tuple(name for names in dims for name in names)]
     fills = 0, 0, count  # padding chooses an expert that does not exist
-    given = [_flat(x, around.mesh, _ways(free, dims[0]), n) for x, n in zip(given, fills, strict=True)]
-  tokens = math.prod(given[0].shape[:-1]) // _ways(free, [name for names in dims for name in names])
+    given = [_flat(x, around.mesh, count_shards(dims[0], free), n) for x, n in zip(given, fills, strict=True)]
+  tokens = math.prod(given[0].shape[:-1]) // count_shards([name for names in dims for name in names], free)
   choices = tokens * top_k
   # The share of tokens that choose some expert of a device, where all sets of `top_k` are equally probable.
   share = 1 - math.comb(count - count // ways, top_k) / max(math.comb(count, top_k), 1)
@@ -164,10 +164,6 @@ def experts(
     own = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)]
     result = own.reshape(*shape, result.shape[-1])
   return result, dropped
-
-
-def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
-  return math.prod(sizes[name] for name in names)
 
 
 def _flat(x: jax.Array, mesh: AnyMesh | None, ways: int, fill: int) -> jax.Array:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import Entry, entry_of
+from nnx_parallel.core.axes import Entry, count_shards, entry_of
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
@@ -194,14 +194,14 @@ class _Split:
     free = {name for name, size in sizes.items() if size > 1 and name not in taken and name not in axes}
     found: list[tuple[str, ...]] = []
     for length, names in zip(tokens, token_axes(around.rules, sizes, free, len(tokens)), strict=True):
-      while length % math.prod(sizes[name] for name in names):
+      while length % count_shards(names, sizes):
         names = names[:-1]
       found.append(names)
     return cls(around.mesh, axes, tuple(found))
 
   @property
   def ways(self) -> int:
-    return 1 if self.mesh is None else math.prod(axis_sizes(self.mesh)[name] for name in self.axes)
+    return count_shards(self.axes, axis_sizes(self.mesh))
 
   def padded(self, x: jax.Array, dim: int) -> jax.Array:
     """`x` with zeros behind its vocabulary, so that the devices have equal shares."""
@@ -229,8 +229,8 @@ class _Split:
     The minor axis of the tokens becomes the major axis: if it also splits the table's features, with fsdp,
     only the other axes are gathered, and nothing else moves.
     """
-    axes, sizes = self.token_axes[::-1], {} if self.mesh is None else axis_sizes(self.mesh)
-    return axes if features % math.prod(sizes[name] for name in axes) == 0 else ()
+    axes, sizes = self.token_axes[::-1], axis_sizes(self.mesh)
+    return axes if features % count_shards(axes, sizes) == 0 else ()
 
   def summed(self, x: jax.Array, dim: int) -> jax.Array:
     """The sum of all devices' contributions to the gradient of a table; `dim` is the dim of the features."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_of, count_shards
 from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import join_batch, pin, split_batch
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -52,7 +53,7 @@ class StepLayout(NamedTuple):
   @property
   def shards(self) -> int:
     """The number of shards of the batch; 1 if its arrays have different shards, or unknown ones."""
-    return _replicas(self.mesh, self.batch) if self.batch else 1
+    return count_shards(self.batch, axis_sizes(self.mesh))
 
   def by_leaf(self, loss: Differentiable) -> dict[int, NamedSharding | None]:
     """The sharding of each gradient of a loss."""
@@ -137,7 +138,7 @@ class Accumulation:
     """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end."""
     # A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them
     # (a gather next to another batch axis, jax 0.12.0.1).
-    replicas = _replicas(layout.mesh, axes)
+    replicas = count_shards(axes, axis_sizes(layout.mesh))
     inner = tuple(axis for axis in layout.batch if axis not in axes)
 
     def by_replica(x: jax.Array) -> jax.Array:
@@ -224,7 +225,7 @@ class Once(NamedTuple):
   ) -> Total:
     """The results of a batch; `pieces` is the number of microbatches that one call of the loss takes."""
     how = f"once, after the {'last tick' if pieces > 1 else 'scan'}, over {', '.join(self.axes)}"
-    replicas = _replicas(layout.mesh, self.axes)
+    replicas = count_shards(self.axes, axis_sizes(layout.mesh))
     moved: Arrays = {}
     if self.alone:
       how += f", in {jnp.dtype(reduction or jnp.float32)}"
@@ -249,7 +250,7 @@ def _compare(
   loss: Differentiable, batch: PyTree, count: int, layout: StepLayout, axes: tuple[str, ...]
 ) -> tuple[Once | None, str]:
   """How replicas each sum their gradients, or why not."""
-  replicas = _replicas(layout.mesh, axes)
+  replicas = count_shards(axes, axis_sizes(layout.mesh))
   parts = count * loss.parts
   inputs, times = (_first(batch, parts * replicas), _first(batch, parts)), 1
   if any(jnp.shape(x)[:1] == (1,) for x in jax.tree.leaves(inputs[0])):
@@ -381,10 +382,6 @@ def _first(batch: PyTree, count: int) -> PyTree:
   return jax.tree.map(lambda x: split_batch(x, count)[0], batch)
 
 
-def _replicas(mesh: Mesh | None, axes: Sequence[str]) -> int:
-  return 1 if mesh is None else count_shards(axes, mesh.shape)
-
-
 def _replica_axes(batch: PyTree, count: int, layout: StepLayout) -> tuple[tuple[str, ...], str]:
   """The axes whose replicas hold the full model and full microbatches; or (), and why there are none."""
   if layout.mesh is None or layout.mesh.size == 1:
@@ -403,7 +400,7 @@ def _replica_axes(batch: PyTree, count: int, layout: StepLayout) -> tuple[tuple[
     return (), f"{' and '.join(split)} split{'s' * (len(split) == 1)} the parameters too"
   if axes != layout.batch[: len(axes)]:
     return (), f"{', '.join(axes)} are not the major axes of the batch's {', '.join(layout.batch)}"
-  replicas = _replicas(layout.mesh, axes)
+  replicas = count_shards(axes, axis_sizes(layout.mesh))
   sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
   if any(size % (replicas * count) for size in sizes):
     return (), f"{count} microbatches on each of {replicas} replicas do not divide the batch"

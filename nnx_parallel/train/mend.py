@@ -14,6 +14,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
+from nnx_parallel.core.axes import count_shards
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.interpret import DEFAULT, NO_FACTS, Interpreter, is_walked
 from nnx_parallel.core.jaxprs import (
@@ -141,7 +142,7 @@ def _dividing_axes(length: int, mesh: AnyMesh) -> tuple[str, ...]:
   """Mesh axes, in order, whose product divides `length`."""
   found: tuple[str, ...] = ()
   for axis, size in mesh.shape.items():
-    if size > 1 and length % (size * math.prod(mesh.shape[other] for other in found)) == 0:
+    if size > 1 and length % count_shards((*found, axis), mesh.shape) == 0:
       found = (*found, axis)
   return found
 
