@@ -204,13 +204,8 @@ def gradients(loss):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_chunks_equal_the_whole(loss):
   changed = nxp.with_layers(loss, loss_chunks=4)
-  same(
-    changed,
-    loss,
-    PARAMS,
-    X,
-    **({"rtol": 1e-2, "atol": 1e-2} if loss in (bfloat16, maxima_of_bfloat16) else {}),
-  )
+  tolerance = {"rtol": 1e-2, "atol": 1e-2} if loss in (bfloat16, maxima_of_bfloat16) else {}
+  same(changed, loss, PARAMS, X, **tolerance)
   logits = BATCH * VOCAB * (1 if loss is of_examples else SEQ)
   assert largest(gradients(loss), PARAMS, X) >= logits
   if loss is not of_examples:  # the input is larger than the logits

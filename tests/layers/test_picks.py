@@ -49,7 +49,6 @@ def test_the_own_label_of_each_row_is_told_from_other_reads(name, shape):
 
 @pytest.mark.parametrize("options", [{"mode": "fill", "fill_value": 0.0}, {"mode": "clip"}])
 def test_a_pick_has_no_value_outside(options):
-  traced = jax.make_jaxpr(lambda x, i: jnp.take_along_axis(x, i, -1, **options))(
-    jnp.ones((4, 5)), jnp.ones((4, 1), int)
-  )
+  read = lambda x, i: jnp.take_along_axis(x, i, -1, **options)
+  traced = jax.make_jaxpr(read)(jnp.ones((4, 5)), jnp.ones((4, 1), int))
   assert not any(is_pick(eqn) for eqn in equations(traced.jaxpr))

@@ -409,6 +409,17 @@ def test_padding_has_no_experts_and_counts_nowhere(explicit):
   assert (float(nothing.auxiliary_loss), float(nothing.z_loss), int(nothing.load.sum())) == (0, 0, 0)
 
 
+def test_a_bias_that_follows_the_loads_balances_them():
+  logits = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32) + np.linspace(2, 0, 8)
+  load_of = jax.jit(lambda bias: nxp.parallel.route(logits, 2, score="sigmoid", bias=bias).load)
+  bias, loads = jnp.zeros(8), []
+  for _ in range(200):
+    loads.append(np.asarray(load_of(bias)))
+    bias = nxp.parallel.balanced_bias(bias, loads[-1], 0.005)
+  assert loads[0].max() > 1.8 * loads[0].mean()
+  assert loads[-1].max() < 1.2 * loads[-1].mean()
+
+
 def up(p, rows, sizes):
   return rows @ p["up"].sum(0)
 
