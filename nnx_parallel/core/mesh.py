@@ -239,7 +239,7 @@ def explicit_axes(mesh: AnyMesh) -> bool | list[str]:
 
 
 def axis_sizes(mesh: AnyMesh | None) -> dict[str, int]:
-  """Mesh axis name -> size in devices, in mesh order (a plain dict, for messages and JSON); {}: no mesh."""
+  """Mesh axis name -> size in devices, in mesh order: a plain dict, which is empty without a mesh."""
   return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}
 
 

@@ -205,7 +205,7 @@ class _Columns:
     return level
 
   def _follow(self, eqn: JaxprEqn) -> int:
-    """Labels a result with columns, or adds the statistic that an operation reads; its level. May raise."""
+    """Labels a result with columns, or adds the statistic that it is; returns its level. Raises `Untiled`."""
     name, var, made = eqn.primitive.name, eqn.invars[0], maker(eqn.invars[0], self._made)
     sides = [n for n, x in enumerate(eqn.invars) if among(x, self._labels)]
     ndim, dim = len(var.aval.shape), self._labels[eqn.invars[sides[0]]][0][1]

@@ -76,7 +76,7 @@ def _constant(var: Var, program: ClosedJaxpr) -> np.ndarray | None:
 
 
 def place_in_row(eqn: JaxprEqn, indices: jax.Array) -> jax.Array:
-  """The index that such an operation reads or changes of each row, with size 1."""
+  """The column that a pick, or a row pick, reads or changes in each row; the last dim has size 1."""
   shape = eqn.invars[0].aval.shape
   if is_pick(eqn):
     full = indices.ndim > len(shape)  # else without the dims of size 1
@@ -85,13 +85,13 @@ def place_in_row(eqn: JaxprEqn, indices: jax.Array) -> jax.Array:
 
 
 def with_nan_outside(found: jax.Array, places: jax.Array, length: int) -> jax.Array:
-  """The elements that were read of rows, NaN for places that a row does not have."""
+  """Elements that were read from rows, with NaN where the place is outside of the row."""
   inside = (places >= 0) & (places < length)
   return found + jnp.where(inside, 0.0, jnp.nan).astype(found.dtype)
 
 
 def pick(eqn: JaxprEqn, x: jax.Array, indices: jax.Array, *updates: jax.Array) -> Results:
-  """The results of such an operation."""
+  """The results of a pick, by a comparison of each column with the place."""
   places, where = place_in_row(eqn, indices), struct(jax.typeof(x)).sharding
   columns = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1, out_sharding=where)
   chosen = columns == jnp.broadcast_to(places, x.shape)

@@ -27,7 +27,7 @@ from nnx_parallel.layers.picks import with_nan_outside
 COLUMNS = "columns"
 Arrays: TypeAlias = list[jax.Array]
 Shifts: TypeAlias = tuple[tuple[int, Var], ...]
-"""Numbers of each row, with their signs."""
+"""Numbers that are added to each row, each with its sign."""
 
 
 def _wide(x: jax.Array) -> DTypeLike:
@@ -151,8 +151,9 @@ class Statistic(NamedTuple):
 class Pass:
   """Some statistics, in one pass over the chunks of the columns; another pass computes their gradients.
 
-  `head` is the product that makes logits with these labels. In the backward pass, each of `groups` of its
-  columns has a copy of its input: an own gradient, until the last chunk.
+  `head` is the product that makes logits with these labels. In the backward pass, each of `groups` groups of
+  columns has its own copy of the head's input. The gradients of the copies are summed once, behind the last
+  chunk: else the devices that share only the columns would sum them in each chunk.
   """
 
   def __init__(
