@@ -14,7 +14,6 @@ SPEC: Any = importlib.util.spec_from_file_location("demo", Path(__file__).parent
 demo = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(demo)
 
-
 WORSE = "the held-out text is not predicted better than before training"
 DIFFER = "one device: losses differ by {:.1e}, over 1e-05"
 nan = float("nan")

@@ -13,7 +13,6 @@ import nnx_parallel as nxp
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "release.py"
 
-
 MISSING = {
   (): ["which version?  Fix: make release VERSION=0.1.0rc1"],
   ("9.9.9",): ["9.9.9 is not ready:", "nnx_parallel.__version__ is 0.", "Fix: set it to 9.9.9",

@@ -8,6 +8,16 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.layout.known_faults import OWN_STEP
 
+DECODER_RULES = nxp.PathRules(
+  {
+    "embed.embedding": ("tensor", "fsdp"),
+    r"(.*\.)?(q|k|v|gate|up|head)\.kernel": ("fsdp", "tensor"),
+    r".*\.(o|down)\.kernel": ("tensor", "fsdp"),
+    r"(.*\.)?norm\d?\.scale": (None,),
+  }
+)
+"""FSDP and tensor parallelism for `benchmarks.plain.decoders`."""
+
 
 class Run(NamedTuple):
   """A live model and its optimizer after some steps, the loss of each step, and the step itself."""

@@ -369,6 +369,7 @@ class Gradients:
 class Pipeline1F1B(TrainPipeline):
   """A traced loss as a pipeline in 1F1B; only its first result, the loss, has a gradient, in reverse mode."""
 
+  way = " 1F1B"
   gradients: type[Gradients] = Gradients
   """Runs the schedule."""
 

@@ -58,6 +58,8 @@ class TrainPipeline:
   `TrainError` if there are none, or a Variable changes in a way that a pipeline cannot follow.
   """
 
+  way = ""  # what the name of the pipeline says of its order
+
   def __init__(
     self, program: Stacks, signature: Signature, options: Pipeline, microbatches: int, mesh: AnyMesh | None
   ):
@@ -169,13 +171,12 @@ class TrainPipeline:
 
   def __str__(self) -> str:
     stack, plan, options = self.stack, self.schedule, self.options
-    way = " 1F1B" * (options.order != "gpipe")
     common = {var for var in self.same.values() if var in {*self.inputs[: self.signature.model]}}
     shared = sum(nbytes(var.aval) for var in common if is_inexact(var.aval))
     each = f" and {format_bytes(shared)} that all stages have" * bool(shared)
     each += f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
-      f"{stack.name}: a{way} pipeline over {options.axis}, {plan}; keeps {self.keeps}; weights of"
+      f"{stack.name}: a{self.way} pipeline over {options.axis}, {plan}; keeps {self.keeps}; weights of"
       f" {format_bytes(stack.nbytes)}, {format_bytes(stack.nbytes // plan.stages)} on each stage{each}"
       f"{self._outside()}"
     )

@@ -82,7 +82,6 @@ SIZES = np.full(4, 2, np.int32)
 REFERENCE = Path(__file__).parents[1] / "interop" / "references" / "llama"
 RULE = nxp.interop.Rule("h.{i}.w", "h.{i}.k")
 
-
 starter_recipe = once(lambda: nxp.recipes.load_recipe("starter"))
 RECIPE_PLAN = once(lambda: nxp.recipes.plan_recipe(starter_recipe(), nxp.make_mesh(fsdp=8)))
 
@@ -329,7 +328,6 @@ FED = {
   for name, pair in public_callables().items()
   if name not in MADE_BY_US and name not in NOT_FED and arguments_of(pair[0])
 }
-
 
 SLOW = {
   "TrainStep.check_gradients", "check_gradients", "interop.load_huggingface", "interop.restore_orbax",

@@ -11,7 +11,6 @@ spec = importlib.util.spec_from_file_location("guide_runner", ROOT / "guides" / 
 runner = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runner)
 
-
 EVERYDAY = ("README.md", "01-", "30-")
 """The pages that `make test` runs, on the oldest Python too, where figures are not compared."""
 
@@ -73,7 +72,6 @@ SHOWN
 """
 ROWS = "row 0\nrow 1\nrow 2\nrow 3"
 FIRST = "loss 0.5, 12,345 bytes, 1.5 s"
-
 
 SHOWN = [
   f"{FIRST}\n{ROWS}", f"loss 0.5, 12,345 bytes, 98 ms\n{ROWS}", f"loss 0.5, ...\n{ROWS}", "...\nrow 3",

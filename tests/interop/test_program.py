@@ -18,7 +18,6 @@ from nnx_parallel.interop.program import export_program, load_program
 ROOT = Path(__file__).resolve().parents[2]
 AXES = {"fsdp": 4, "tensor": 2}
 
-
 RULES = [nxp.LogicalRules(batch="fsdp", embed=None, mlp="tensor"), nxp.replicate()]
 
 

@@ -21,7 +21,6 @@ HEADS, WIDTH = 4, 4
 FILLS = (-math.inf, -math.inf, -1e30, -1e9, float(np.finfo(np.float32).min), -1e4)
 PARTS = ["causal", "window", "both sides", "chunks", "prefix", "documents", "padding", "scaled", "thirds"]
 
-
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 

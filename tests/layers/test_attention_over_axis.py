@@ -27,7 +27,6 @@ TENSOR = nxp.PathRules(
   {r".*\.(q|k|v|gate|up)\.kernel": (None, "tensor"), r".*\.(o|down)\.kernel": ("tensor", None)}, optional=True
 )
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_have_it")]
 
 

@@ -229,7 +229,6 @@ STRANGE = {
   "mask in a cap": {"change": lambda s: 3 * jnp.tanh(jnp.where(causal(), s, -1e9) / 3)},
 }  # fmt: skip
 
-
 REFUSED = {"sum over queries", "sum along keys"}
 
 

@@ -15,7 +15,6 @@ from training import run_steps
 TOKENS = np.random.default_rng(0).integers(1, 64, (8, 13))
 IMAGES = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
 
-
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 square = lambda model, x: (model(x) ** 2).mean()
 

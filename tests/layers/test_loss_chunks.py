@@ -12,7 +12,7 @@ from benchmarks.plain import decoders, others
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
-from training import run_steps
+from training import DECODER_RULES, run_steps
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 13, 6, 50
 RANDOM = np.random.default_rng(0)
@@ -24,7 +24,6 @@ PARAMS = {
 X = RANDOM.normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32)
 LABELS = RANDOM.integers(0, VOCAB, (BATCH, SEQ))
 MASK = RANDOM.random((BATCH, SEQ)) < 0.7
-
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
@@ -320,17 +319,7 @@ def test_one_pass_over_the_columns_in_each_direction():
 
 
 MODEL = decoders.Config(depth=2, vocab=512, width=64)
-TENSOR = [
-  nxp.LogicalRules(batch=("data", "fsdp")),
-  nxp.PathRules(
-    {
-      r"embed\.embedding": ("tensor", "fsdp"),
-      r"(.*\.)?(q|k|v|gate|up|head)\.kernel": ("fsdp", "tensor"),
-      r".*\.(o|down)\.kernel": ("tensor", "fsdp"),
-    }
-  ),
-  nxp.replicate(),
-]
+TENSOR = [nxp.LogicalRules(batch=("data", "fsdp")), DECODER_RULES]
 
 
 @pytest.mark.nightly
@@ -390,17 +379,12 @@ def test_equal_maxima_share_their_gradient():
 
 
 def test_what_many_chunks_add_up_to_is_not_rounded_in_each():
-  draw = np.random.default_rng(0)
-  x, head, labels = draw.normal(size=(64, 16)), draw.normal(size=(16, 512)), draw.integers(0, 512, 64)
-
-  def loss(x, head):
-    return optax.softmax_cross_entropy_with_integer_labels((x @ head).astype(np.float32), labels).sum()
-
-  small = (jnp.asarray(x, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16))
-  exact = jax.grad(loss)(*(a.astype(np.float32) for a in small))
-  whole, chunks = (
-    jnp.linalg.norm(jax.grad(f)(*small) - exact) for f in (loss, nxp.with_layers(loss, loss_chunks=128))
-  )
+  draw, entropy = np.random.default_rng(0), optax.softmax_cross_entropy_with_integer_labels
+  small = [jnp.asarray(draw.normal(size=size), jnp.bfloat16) for size in ((64, 16), (16, 512))]
+  loss = lambda x, head: entropy((x @ head).astype(np.float32), np.arange(64)).sum()
+  exact = jax.grad(loss)(*(x.astype(np.float32) for x in small))
+  each = [jax.grad(f)(*small) - exact for f in (loss, nxp.with_layers(loss, loss_chunks=128))]
+  whole, chunks = map(jnp.linalg.norm, each)
   assert chunks < 1.3 * whole  # 2.2, where each of the 128 sums is rounded to bfloat16
 
 

@@ -379,6 +379,7 @@ def test_a_checkpoint_of_the_model_stays_within_another_policy():
   assert said in same(net, remat="dots")
   assert said in same(net, remat="none")
   assert said not in same(net, remat="full")
+  assert said not in same(Net(4, in_turn, lambda rngs, n: Block(rngs)), remat="dots")
   counts = {p: names(trace(net, remat=p, scan_layers=False)[0]).count("tanh") for p in (None, "none", "full")}
   assert counts["none"] == counts[None] == counts["full"]
 

@@ -97,6 +97,8 @@ def test_a_scan_needs_equal_layers():
   text = r"(?s)finds no consecutive equal layers.*mul between layers.0 and layers.1 .*Fix: move it into the"
   with pytest.raises(nxp.errors.TrainError, match=text):
     trace(Net(2, changed_between), scan_layers=True)
+  with pytest.raises(nxp.errors.TrainError, match=r"no adjacent modules have one class and structure\n"):
+    nxp.with_layers(loss, scan_layers=True)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), X)
 
 
 class Raw(nnx.Module):  # Holds a plain array, and keeps its input where it is told to
@@ -159,6 +161,13 @@ def test_layers_that_are_not_called_are_named():
   of = lambda model, x: (model.layers[0].linear(x) ** 2).sum()
   with pytest.raises(nxp.errors.TrainError, match=r"the loss does not call them as layer\(\.\.\.\)"):
     trace(Net(4, in_turn, Raw), of=of, remat="full")
+
+
+def test_what_a_loss_only_reads_may_belong_to_a_transform_around_it():
+  model, teacher = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+  of = nxp.with_layers(lambda model, x, teacher: ((model(x) - teacher(x)) ** 2).sum(), remat="none")
+  found = nnx.grad(lambda model: of(model, X, teacher=teacher))(model)
+  jax.tree.map(np.testing.assert_array_equal, found, nnx.grad(of)(model, X, teacher))
 
 
 class Scaled(Layer):  # Each has a table of its own, which a trace keeps as a constant

@@ -188,8 +188,7 @@ def test_a_real_array_needs_real_devices():
 
 
 @pytest.mark.parametrize(
-  ("shape", "held"),
-  [((4, 6, 8), True), ((4, 5, 8), False), ((3, 6, 8), False), ((4, 6), False)],
+  ("shape", "held"), [((4, 6, 8), True), ((4, 5, 8), False), ((3, 6, 8), False), ((4, 6), False)]
 )
 def test_positions_are_split_where_they_divide(shape, held):
   def constraints(x):

@@ -19,7 +19,6 @@ from nnx_parallel.report.program.collectives import collectives
 
 HEADS, WIDTH = 4, 8
 
-
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 

@@ -18,7 +18,6 @@ from nnx_parallel.schemes import experts as schemes_experts
 
 WIDTH, HIDDEN = 6, 10
 
-
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 

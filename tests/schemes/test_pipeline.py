@@ -17,6 +17,7 @@ import nnx_parallel as nxp
 from benchmarks import pipeline as benchmark
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers import pipeline as schedule
+from nnx_parallel.layers.pipeline_saving import Cut
 from training import placed
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -263,10 +264,14 @@ def loss(model: Any, batch: Any) -> Any:
   return nxp.weighted((losses * counted.astype(losses.dtype)).sum(), counted.sum()), {"all": losses.mean()}
 
 
+def loss_of_weights(model: Any, batch: Any) -> Any:
+  return (model.embed.embedding[...] ** 2).sum(), {"all": model(batch["x"]).mean()}
+
+
 def trained(make: Any, mesh: Any, pipeline: Any, rules: Any, microbatches: int, **options: Any) -> Any:
   plan = nxp.plan(make, mesh, rules or nxp.replicate(), optimizer=optax.adam(1e-2))
   model, optimizer = placed(plan)
-  step = nxp.train_step(loss, microbatches=microbatches, pipeline=pipeline, **options)
+  step = nxp.train_step(options.pop("of", loss), microbatches=microbatches, pipeline=pipeline, **options)
   found = []
   for n in range(3):
     tokens = jax.random.randint(jax.random.key(n), (4 * microbatches, 6), 0, 16)
@@ -286,6 +291,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "stacked": (Stacked, {"data": 2, "stage": 4}, {"remat": "full"}),
   "circular": (lambda rngs: Model(8, rngs=rngs), {"data": 4, "stage": 2},
     {"virtual_stages": 2, "rules": nxp.presets.pipeline(min_size=8)}),
+  "weights": (Model, {"data": 2, "stage": 4}, {"of": loss_of_weights}),
   "stacks": (lambda rngs: Stacked(8, 2, rngs), {"data": 2, "stage": 4}, {}),
   "fsdp": (Stacked, {"data": 2, "fsdp": 2, "stage": 2}, {"rules": nxp.fsdp("fsdp", min_size=8)}),
   "tensor": (lambda rngs: Model(4, rngs=rngs), {"data": 2, "stage": 2, "tensor": 2},
@@ -327,6 +333,14 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
   assert f"a{' 1F1B' * (order != 'gpipe')} pipeline over stage" in str(step.layers)
   if case in ("uneven", "stacked", "circular", "tensor"):
     assert step.reduction == "once, after the last tick, over data"
+
+
+def test_a_gradient_that_reads_no_slope_is_passed_on() -> None:  # that of a rule of the model, for example
+  varied, weights, slopes = ((jnp.arange(3.0) + n,) for n in range(3))
+  cut = Cut.of(lambda x, w, s: (x * w, (s[0] * w, jnp.sin(x))), varied, weights, slopes)
+  results, residuals = cut.forward(varied, weights)
+  close(results, varied[0] * weights[0])
+  close(cut.backward(residuals, weights, slopes), (slopes[0] * weights[0], jnp.sin(varied[0])))
 
 
 class Straight(Model):  # Layers and a head whose results have a sharding of their own on Explicit axes

@@ -66,7 +66,6 @@ CASES = {
   "all": (48, {"vocab_size": 41, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 4.0, "ignore": -100}),
 }  # fmt: skip
 
-
 LAYOUTS = [("data, fsdp, tensor", 3, False), ("data, fsdp, tensor", 1, True), ("tensor", 3, True)]
 
 

@@ -15,7 +15,6 @@ GIVEN = driver.arguments(fuzz, [])
 name = lambda case: "-".join(case.ops).replace(" ", "_")
 FOUND = fuzz.found_in(pathlib.Path(__file__).with_name("fuzz_found.jsonl"))
 
-
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 

@@ -10,16 +10,7 @@ import optax
 import pytest
 
 import nnx_parallel as nxp
-from benchmarks.explicit import (
-  ALONE,
-  FSDP,
-  SHARDED,
-  WITH_OPTIONS,
-  Decoder,
-  next_token,
-  planned,
-  trained,
-)
+from benchmarks.explicit import ALONE, FSDP, SHARDED, WITH_OPTIONS, Decoder, next_token, planned, trained
 from training import placed
 
 ON_EXPLICIT = ["explicit", "mixed"]

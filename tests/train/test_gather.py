@@ -17,22 +17,13 @@ from nnx_parallel.layers.gather import Gather
 from nnx_parallel.testing import assert_same_training
 from nnx_parallel.train.mend import mend
 from train.models import Normed
-from training import run_steps
+from training import DECODER_RULES, run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
-TENSOR = nxp.PathRules(
-  {
-    "embed.embedding": ("tensor", "fsdp"),
-    r"(.*\.)?(q|k|v|gate|up|head)\.kernel": ("fsdp", "tensor"),
-    r".*\.(o|down)\.kernel": ("tensor", "fsdp"),
-    r"(.*\.)?norm\d?\.scale": (None,),
-  }
-)
 LAYOUTS = {
-  "fsdp and tensor": ({"fsdp": 4, "tensor": 2}, [nxp.LogicalRules(batch="fsdp"), TENSOR]),
+  "fsdp and tensor": ({"fsdp": 4, "tensor": 2}, [nxp.LogicalRules(batch="fsdp"), DECODER_RULES]),
   "fsdp": ({"fsdp": 8}, [nxp.LogicalRules(batch="fsdp"), nxp.fsdp("fsdp", min_size=0)]),
 }
-
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
@@ -193,8 +184,9 @@ def test_positions_are_split_between_layers(axes, positions, options):
   for seq in (None, "tensor"):
     names = nxp.LogicalRules(batch=tuple(axis for axis in axes if axis != "tensor"), seq=seq)
     init = lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0))
-    plan = nxp.plan(init, nxp.make_mesh(axes), [names, TENSOR], optimizer=optax.sgd(0.1))
+    plan = nxp.plan(init, nxp.make_mesh(axes), [names, DECODER_RULES], optimizer=optax.sgd(0.1))
     model, optimizer, losses, step = run_steps(plan, decoders.loss, [tokens] * 2, **options)
+    assert ("positions between layers over tensor: 2 calls" in str(step.layers)) == (seq is not None)
     program = step.compiled(model, optimizer, nxp.shard_batch(tokens, plan))
     memory = program.memory_analysis().temp_size_in_bytes
     found.append((losses, nxp.hosts.to_host(nnx.state(model)), memory))
@@ -207,11 +199,13 @@ def test_positions_are_split_between_layers(axes, positions, options):
 
 def test_weights_over_the_axis_of_the_positions_are_not_gathered():
   mesh = nxp.make_mesh(data=2, tensor=4)
-  rules = [nxp.LogicalRules(batch="data", seq="tensor", fsdp=None), TENSOR]
+  rules = [nxp.LogicalRules(batch="data", seq="tensor", fsdp=None), DECODER_RULES]
   plan = nxp.plan(decoder, mesh, rules, optimizer=optax.sgd(0.1))
   batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
-  text = nxp.train_step(decoders.loss).lower(plan, batch=batch).compile().as_text()
-  gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text))
+  lowered = nxp.train_step(decoders.loss).lower(plan, batch=batch)
+  count = lowered.as_text().count('[{"data"}, {"tensor"}, {}]>')
+  assert count == 4 * SIZES.depth  # what each layer takes and gives, and their gradients
+  gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather", lowered.compile().as_text()))
   assert "4,64,64" in gathered  # activations
   assert not gathered & {"64,128", "128,64", "64,4,16", "4,16,64", "64,64"}  # kernels
 

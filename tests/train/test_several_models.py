@@ -16,7 +16,6 @@ from training import placed
 
 STEPS = 15
 
-
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed=nxp.LogicalRules.first("fsdp", None), mlp="tensor")
 
 
