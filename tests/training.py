@@ -8,7 +8,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.layout.known_faults import OWN_STEP
 
-DECODER_RULES = nxp.PathRules(
+DECODER_RULES = nxp.PathRules(  # FSDP and tensor parallelism for `benchmarks.plain.decoders`
   {
     "embed.embedding": ("tensor", "fsdp"),
     r"(.*\.)?(q|k|v|gate|up|head)\.kernel": ("fsdp", "tensor"),
@@ -16,7 +16,6 @@ DECODER_RULES = nxp.PathRules(
     r"(.*\.)?norm\d?\.scale": (None,),
   }
 )
-"""FSDP and tensor parallelism for `benchmarks.plain.decoders`."""
 
 
 class Run(NamedTuple):

@@ -188,7 +188,7 @@ def _update(
   def run(grads: jax.Array, state: PyTree, params: PyTree, extra: PyTree) -> PyTree:
     return jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra))(grads, state, params)
 
-  axes = () if mesh is None else matrix_axes(axis_sizes(mesh))
+  axes = matrix_axes(axis_sizes(mesh))
   if mesh is None or not axes:
     new, state = run(group.stack(grads), state, None if params is None else group.stack(params), extra)
     return group.unstack(new), state

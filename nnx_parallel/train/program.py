@@ -225,7 +225,7 @@ class Programs:
 
   def _describe_left(self, batch: Iterable[AnyArray], leaves: Iterable[NamedSharding | None]) -> str:
     """What is left to XLA where models are split over a mesh that the batch is not on; or an empty text."""
-    sizes = () if self.places.mesh is None else self.places.mesh.shape.values()
+    sizes = axis_sizes(self.places.mesh).values()
     left = sum(size > 1 for size in sizes) > 1 and not any(map(is_placed, batch))
     return _LEFT if left and any(where and axes_in(where.spec) for where in leaves) else ""
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.core.checked import check_arguments, check_arrays
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.mesh import own_mesh
+from nnx_parallel.core.mesh import axis_sizes, own_mesh
 from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
@@ -218,7 +218,7 @@ def check_subject(
     closer=looks.closer,
     dtype=looks.dtype,
     layouts={name: where.spec for name, where, _ in leaves if where is not None and (name,) in wrong},
-    mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
+    mesh={axis: size for axis, size in axis_sizes(mesh).items() if size > 1},
     batch=batch_axes_of(subject.batch),
     not_checked=(f"the gradients: forward mode cannot compute this loss: {why}",) if why else (),
     notes=() if lost or why else tuple(_notes(looks, found[0])),

@@ -203,8 +203,8 @@ def test_weights_over_the_axis_of_the_positions_are_not_gathered():
   plan = nxp.plan(decoder, mesh, rules, optimizer=optax.sgd(0.1))
   batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
   lowered = nxp.train_step(decoders.loss).lower(plan, batch=batch)
-  count = lowered.as_text().count('[{"data"}, {"tensor"}, {}]>')
-  assert count == 4 * SIZES.depth  # what each layer takes and gives, and their gradients
+  # What each layer takes and gives, and their gradients.
+  assert lowered.as_text().count('[{"data"}, {"tensor"}, {}]>') == 4 * SIZES.depth
   gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather", lowered.compile().as_text()))
   assert "4,64,64" in gathered  # activations
   assert not gathered & {"64,128", "128,64", "64,4,16", "4,16,64", "64,64"}  # kernels
