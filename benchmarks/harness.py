@@ -205,9 +205,8 @@ class Record:
     """
     if not chosen:
       print("no case has this part in its name, or its compiler is not installed: no record is written")
-    path, order = RESULTS / f"{self.name}.json", {group: place for place, group in enumerate(groups)}
-    written = json.loads(path.read_text())["rows"] if path.exists() else []
-    self.rows += [row for row in written if row["group"] in order.keys() - {*chosen}]
+    order = {group: place for place, group in enumerate(groups)}
+    self.rows += [row for row in self._written() if row["group"] in order.keys() - {*chosen}]
     for group in chosen:
       groups[group]()
       self.rows.sort(key=lambda row: order[row["group"]])
@@ -215,9 +214,14 @@ class Record:
 
   def keep_other_groups(self) -> None:
     """Adds the rows last written of groups that this run does not have."""
-    path, groups = RESULTS / f"{self.name}.json", {row["group"] for row in self.rows}
-    written = json.loads(path.read_text())["rows"] if path.exists() else []
-    self.rows += [row for row in written if row["group"] not in groups]
+    groups = {row["group"] for row in self.rows}
+    self.rows += [row for row in self._written() if row["group"] not in groups]
+
+  def _written(self) -> list[dict[str, Any]]:
+    """The rows last written; `measured` says when each was, since the record has the date of the new rows."""
+    path = RESULTS / f"{self.name}.json"
+    last = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    return [{"measured": last["environment"]["date"], **row} for row in last["rows"]]
 
   def write(self, directory: Path = RESULTS) -> Path:
     """Writes the file, whose path it returns, and prints its rows."""

@@ -13,7 +13,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.core.mesh import abstract_mesh, describe_mesh, make_mesh
   from nnx_parallel.create.constructor import create_sharded_model, unsharded
-  from nnx_parallel.create.layout_check import check_layout
   from nnx_parallel.create.reshard import from_arrays, reshard
   from nnx_parallel.decode.generate import Generator, generator
   from nnx_parallel.decode.loops import Generated
@@ -39,6 +38,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.optimizers.precision import Precision
   from nnx_parallel.optimizers.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
   from nnx_parallel.report.compile_report import compile_report
+  from nnx_parallel.report.layout_check import check_layout
   from nnx_parallel.report.memory import memory_plan
   from nnx_parallel.report.search import search
   from nnx_parallel.rules.fallback import fsdp, replicate, require_names

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path as File
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +18,12 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.mesh import no_mesh
+from nnx_parallel.core.mesh import axis_sizes, no_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.plan import check_plan
-from nnx_parallel.layout.show.diff import assert_golden_plan
+from nnx_parallel.layout.show.diff import layout_of
 from nnx_parallel.train.losses import wide
 from nnx_parallel.train.step import bind_keywords
 
@@ -33,6 +36,8 @@ __all__ = [
   "run_training",
   "with_gradient_norms",
 ]
+
+_UPDATE = "NNX_PARALLEL_UPDATE_GOLDEN"
 
 
 class GradientNorms(NamedTuple):
@@ -280,3 +285,54 @@ def _assert_norms_close(name: str, one: dict[str, float], many: dict[str, float]
     assert abs(a - b) <= rtol * (a + 0.01 * total), (
       f"{name}: the gradient norm of {path} is {b!r}, on one device {a!r} (ratio {b / a if a else b:.4g})"
     )
+
+
+def _golden_text(plan: nxp.Plan) -> str:
+  """Only the layout, one readable line for each leaf: the content of golden files."""
+  mesh = " ".join(f"{axis}={size}" for axis, size in axis_sizes(plan.mesh).items())
+  rows = [
+    f"{leaf.name}: {'  '.join(v for v in layout_of(leaf).values() if v != '-')}" for leaf in plan.leaves
+  ]
+  held = f"{plan.bytes_per_device()} bytes per device"
+  return "\n".join([f"mesh {mesh}", *rows, held, ""])
+
+
+@check_arguments(PlanError)
+def assert_golden_plan(plan: nxp.Plan, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
+  """Fails if the layout of a plan differs from the layout in a file that you keep with your tests.
+
+  Types, shapes, dtypes, specs, padding and bytes are compared; reasons and rules may change.
+
+  Args:
+    plan: the plan to check.
+    file: the text file, for example `tests/golden/llama_fsdp.txt`.
+    update: whether to write the file instead of comparing; by default, only if the environment variable
+      `NNX_PARALLEL_UPDATE_GOLDEN` is `1`.
+
+  Raises:
+    AssertionError: the layout differs (the message shows the lines that differ), or the file does not exist.
+
+  Example:
+    >>> import tempfile, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> from nnx_parallel.testing import assert_golden_plan
+    >>> init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   assert_golden_plan(plan, f"{folder}/linear.txt", update=True)
+    ...   assert_golden_plan(plan, f"{folder}/linear.txt")
+  """
+  target, now = File(file), _golden_text(plan)
+  if os.environ.get(_UPDATE) == "1" if update is None else update:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(now)
+    return
+  how = f"If that is meant, write it with {_UPDATE}=1 and read the difference in review."
+  if not target.exists():
+    raise AssertionError(f"the golden plan {target} does not exist. {how}")
+  lines = difflib.unified_diff(
+    target.read_text().splitlines(), now.splitlines(), str(target), "this plan", lineterm="", n=0
+  )
+  changes = "\n".join(lines)
+  if changes:
+    raise AssertionError(f"the layout differs from the golden layout:\n{changes}\n{how}")

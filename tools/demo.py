@@ -17,12 +17,12 @@ import nnx_parallel as nxp
 from nnx_parallel.cli import options
 from nnx_parallel.cli.train import describe, format_record
 from nnx_parallel.core.text import print_text, text_table
-from nnx_parallel.create import layout_check
 from nnx_parallel.loop.loader import Recipe, load_recipe
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recipe import plan_recipe, restore, start
 from nnx_parallel.loop.run import Run
 from nnx_parallel.recipes import text_lm
+from nnx_parallel.report import layout_check
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 DEVICES = 8

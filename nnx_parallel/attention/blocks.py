@@ -36,6 +36,7 @@ from nnx_parallel.attention.tiling import (
   Node,
   Tiles,
   Untiled,
+  call_equation,
   describe,
   fill,
   order,
@@ -44,7 +45,6 @@ from nnx_parallel.core.axes import count_shards
 from nnx_parallel.core.jaxprs import (
   among,
   bind,
-  call_equation,
   dependents,
   is_inexact,
   makers,

@@ -25,9 +25,9 @@ from nnx_parallel.attention.flow import Meeting, meeting
 from nnx_parallel.attention.kernels import Kernel, Terms
 from nnx_parallel.attention.masks import ALL, HIDDEN, PLACES, seen_by
 from nnx_parallel.attention.softmaxes import NotFused, Softmax, is_cast, uncast
-from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, describe, order, pull
+from nnx_parallel.attention.tiling import Grid, Labels, Tiles, Untiled, call_equation, describe, order, pull
 from nnx_parallel.core.axes import count_shards
-from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, maker, makers, origin, struct
+from nnx_parallel.core.jaxprs import among, bind, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.types import AnyArray, Jaxpr, JaxprEqn, Var
 from nnx_parallel.layout.batch import batch_axes

@@ -279,6 +279,16 @@ def order(labels: Iterable[tuple[DimName, int, int]]) -> Labels:
   return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))
 
 
+def call_equation(
+  function: Callable[..., Sequence[jax.Array]], inputs: Sequence[Var], outputs: Sequence[Var], like: JaxprEqn
+) -> JaxprEqn:
+  """An operation in the place of `like` that computes variables from others by a function of flat arrays."""
+  jitted = jax.jit(function, inline=False)
+  eqn: Any
+  (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns
+  return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
+
+
 def tie(xs: Sequence[jax.Array]) -> list[jax.Array]:
   """The same arrays, each of which depends on all of them.
 

@@ -278,11 +278,6 @@ def is_tracer(x: object) -> bool:
   return isinstance(x, Tracer)
 
 
-def is_batched(x: object) -> bool:
-  """Whether `jax.vmap` hides a dim of a value."""
-  return is_tracer(x) and hasattr(x, "batch_dim")
-
-
 def is_inexact(x: AnyArray) -> bool:
   """Whether an array may have a gradient."""
   return jnp.issubdtype(x.dtype, jnp.inexact)
@@ -317,16 +312,6 @@ def trace_like(function: Callable[..., PyTree], like: Program) -> ClosedJaxpr:
   avals = [var.aval for var in open_jaxpr(like).invars]
   # In a `shard_map` a type also says over which axes values differ.
   return jax.make_jaxpr(function)(*[aval if aval.mat.varying else struct(aval) for aval in avals])
-
-
-def call_equation(
-  function: Callable[..., Sequence[jax.Array]], inputs: Sequence[Var], outputs: Sequence[Var], like: JaxprEqn
-) -> JaxprEqn:
-  """An operation in the place of `like` that computes variables from others by a function of flat arrays."""
-  jitted = jax.jit(function, inline=False)
-  eqn: Any
-  (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns
-  return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
 
 
 def operations_behind(

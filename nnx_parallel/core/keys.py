@@ -20,13 +20,12 @@ from nnx_parallel.core.jaxprs import (
   inner_equations,
   is_tracer,
   open_jaxpr,
-  programs,
 )
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.types import JaxprEqn, Program, Var
 
 # How to differentiate a call: functions that differ by identity in each trace.
-_DERIVATIVES = (
+DERIVATIVES = (
   *("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees", "debug_info"),
   *("jvp_rule", "fwd", "remat_rules", "bwd_accums"),  # of `jax_custom_jvp3` and `jax_custom_vjp3`
 )
@@ -35,14 +34,6 @@ _DERIVATIVES = (
 def identity(jaxpr: Program) -> Hashable:
   """The identity of a jaxpr, with constants by value, and gradients that have custom rules."""
   return Keys(value_of_constant, rules=True, shared=False).of(jaxpr)
-
-
-def differing(one: JaxprEqn, other: JaxprEqn) -> list[str]:
-  """The parameters in which two operations of one kind differ, unless they run programs."""
-  if programs(one):
-    return []
-  a, b = ({k: Keys(value_of_constant).of(v) for k, v in eqn.params.items()} for eqn in (one, other))
-  return [k for k in a if k not in _DERIVATIVES and a[k] != b.get(k)]
 
 
 def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
@@ -69,7 +60,7 @@ class Keys:
 
   def params(self, params: dict[str, Any]) -> Hashable:
     """Those of the static parameters of an operation."""
-    return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
+    return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in DERIVATIVES)
 
   def _params(self, eqn: JaxprEqn) -> Hashable:
     # A rule inside of these cannot be traced separately: it may use an axis of the mesh.
@@ -113,7 +104,7 @@ class Keys:
     if hasattr(value, "in_avals") and hasattr(value, "params"):  # see `jaxprs.params_of`
       return type(value), self.params(value.params)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # the grid of a kernel holds programs
-      fields = [field.name for field in dataclasses.fields(value) if field.name not in _DERIVATIVES]
+      fields = [field.name for field in dataclasses.fields(value) if field.name not in DERIVATIVES]
       return type(value), tuple((name, self.of(getattr(value, name, None))) for name in fields)
     return _key_of_value(value)
 

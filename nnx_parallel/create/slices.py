@@ -17,7 +17,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.interpret import inline_calls, is_literal, read, walk
 from nnx_parallel.core.jaxprs import bind, is_call
-from nnx_parallel.core.keys import Keys
+from nnx_parallel.core.keys import Keys, value_of_constant
 from nnx_parallel.core.mesh import axis_sizes, use_mesh
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, key_implementation
 from nnx_parallel.core.types import AnyArray, Aval, ClosedJaxpr, JaxprEqn, Var
 from nnx_parallel.layout.resolve import add_axes
 
@@ -167,16 +167,22 @@ def lower_slice(found: Cut, one: Slice, shardings: Sequence[NamedSharding]) -> j
   result, target = found.outputs[one.output], shardings[one.output]
 
   def run(*arrays: jax.Array) -> jax.Array:
-    values: dict[Var, jax.Array] = dict(zip(one.inputs, arrays, strict=True))
+    values: dict[Var, jax.Array] = {}
+    for var, array in zip(one.inputs, arrays, strict=True):
+      # Keys come as numbers, which jax places in a third of the time.
+      impl: Any = key_implementation(var.aval.dtype) if is_key(var.aval.dtype) else None
+      values[var] = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
     walk(one.operations, values, _run_alone)
     return read(result, values)
 
   layouts = [_layout(value.aval, result.aval, target) for value in one.inputs]
-  structs = (
-    jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=where)
-    for x, where in zip(one.inputs, layouts, strict=True)
-  )
+  numbers = [jax.eval_shape(_numbers, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)) for x in one.inputs]
+  structs = [x.update(sharding=where) for x, where in zip(numbers, layouts, strict=True)]
   return jax.jit(run, out_shardings=target).lower(*structs)
+
+
+def _numbers(x: AnyArray) -> AnyArray:
+  return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
 def run_slices(
@@ -184,22 +190,27 @@ def run_slices(
 ) -> dict[int, jax.Array]:
   """Runs every slice, with not much more than `IN_FLIGHT` bytes of results under way; arrays by position."""
   made, under_way = dict[int, jax.Array](), 0
+  # Most slices have the same numbers, and to place them for each would take as long as to run it.
+  tiny = dict[Hashable, jax.Array]()
+
+  def place(var: Var, result: Aval, target: NamedSharding) -> jax.Array:
+    value, where = _numbers(found.known[var]), _layout(var.aval, result, target)
+    if not is_tiny(var.aval):
+      return put(value, where)
+    key = value_of_constant(value), where
+    if key not in tiny:
+      tiny[key] = jax.device_put(np.asarray(value), where)
+    return tiny[key]
+
   for group, program in zip(found.groups, programs, strict=True):
     for one in group:
       result, target = found.outputs[one.output].aval, shardings[one.output]
-      inputs = [_input(found.known[x], _layout(x.aval, result, target)) for x in one.inputs]
-      array = made[one.output] = program(*inputs)
+      array = made[one.output] = program(*(place(x, result, target) for x in one.inputs))
       under_way += array.nbytes
       if under_way > IN_FLIGHT:
         jax.block_until_ready(array)
         under_way = 0
   return made
-
-
-def _input(array: AnyArray, where: NamedSharding) -> jax.Array:
-  # jax refuses to move a committed array of one process to the devices of several processes.
-  across = isinstance(array, jax.Array) and not where.is_fully_addressable
-  return put(array, where) if across else jax.device_put(array, where)
 
 
 def _layout(aval: Aval, result: Aval, target: NamedSharding) -> NamedSharding:
@@ -215,6 +226,7 @@ def _layout(aval: Aval, result: Aval, target: NamedSharding) -> NamedSharding:
 def put(value: AnyArray, sharding: NamedSharding) -> jax.Array:
   """Places an array in its shards, in new buffers; of a numpy array only the local part is read."""
   if isinstance(value, jax.Array) and value.is_fully_addressable and not sharding.is_fully_addressable:
+    # jax refuses to move a committed array of one process to the devices of several processes.
     if is_key(value.dtype):
       numbers = put(np.asarray(jax.random.key_data(value)), sharding)
       return _keys(jax.random.key_impl(value), sharding)(numbers)
@@ -234,5 +246,4 @@ def _keys(impl: Hashable, sharding: NamedSharding) -> Callable[..., jax.Array]:
 
 
 def _buffers(array: jax.Array) -> set[tuple[Hashable, int]]:
-  numbers = jax.random.key_data(array) if is_key(array.dtype) else array
-  return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
+  return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in _numbers(array).addressable_shards}

@@ -30,7 +30,6 @@ from nnx_parallel.core.jaxprs import (
   CALLS,
   MARK,
   among,
-  is_batched,
   is_checkpoint,
   is_inexact,
   is_marked,
@@ -153,6 +152,11 @@ def _is_slice(module: object, ranks: tuple[int, ...]) -> bool:
   if len(leaves) != len(ranks) or any(map(is_batched, leaves)):
     return False
   return any(jnp.ndim(x) < rank for x, rank in zip(leaves, ranks, strict=True))
+
+
+def is_batched(x: object) -> bool:
+  """Whether `jax.vmap` hides a dim of a value."""
+  return is_tracer(x) and hasattr(x, "batch_dim")
 
 
 def _closed_call(

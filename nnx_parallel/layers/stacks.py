@@ -57,9 +57,10 @@ from nnx_parallel.core.jaxprs import (
   params_of,
   place_of,
   program_of,
+  programs,
   scan_counts,
 )
-from nnx_parallel.core.keys import differing, identity
+from nnx_parallel.core.keys import DERIVATIVES, Keys, identity, value_of_constant
 from nnx_parallel.core.types import JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_or_has_layers, kind_of_layer, layer_of, repeats_layers
@@ -548,6 +549,14 @@ def _difference(first: Program, second: Program) -> str:
   if identity(bodies[0]) == identity(bodies[1]):
     return ""
   return " in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
+
+
+def differing(one: JaxprEqn, other: JaxprEqn) -> list[str]:
+  """The parameters in which two operations of one kind differ, unless they run programs."""
+  if programs(one):
+    return []
+  a, b = ({k: Keys(value_of_constant).of(v) for k, v in eqn.params.items()} for eqn in (one, other))
+  return [k for k in a if k not in DERIVATIVES and a[k] != b.get(k)]
 
 
 def _told(eqn: JaxprEqn | None) -> str:

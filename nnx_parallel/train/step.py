@@ -273,7 +273,6 @@ class TrainStep(_Step):
     *,
     seed: int = 0,
     directions: int | None = None,
-    by_group: bool = False,
     **constants: Hashable,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
@@ -287,7 +286,6 @@ class TrainStep(_Step):
       batch: as in a call.
       seed: the seed of the directions.
       directions: the number of directions; see `nxp.check_gradients`.
-      by_group: whether to compare each group of equal layers, too.
       **constants: as in a call.
 
     Returns:
@@ -305,7 +303,7 @@ class TrainStep(_Step):
       for key, loss_fn in several.items():
         wrt = filters if key is None else {key: of_loss(key, filters)}
         subject = bound.subject(loss_fn, wrt, bound.place(batch))
-        found[key] = check_subject(subject, seed, directions, by_group=by_group)
+        found[key] = check_subject(subject, seed, directions)
     return merge_checks(found)
 
 

@@ -29,14 +29,13 @@ from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison
 from nnx_parallel.verify.subject import Subject
 
-# Beyond this a closer look follows. benchmarks/results/check_gradients.json: how right gradients round.
-_TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
-# Single leaves round more coarsely; and a closer look decides.
-_CLOSER = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}
+# benchmarks/results/check_gradients.json: how right gradients round.
+_TOLERANCE = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}
+# A gradient below this part of the total norm may be zero but for rounding (of a bias before a norm).
 _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
-DIRECTIONS = range(1, 2**15)
-"""How many directions a check may have: the numbers of twice as many are the seeds of one check."""
+DIRECTIONS = range(1, 2**16)
+"""How many directions a check may have: a seed has 2**16 numbers."""
 
 
 @check_arguments(TrainError, "model", "loss_fn", directions=DIRECTIONS)
@@ -48,7 +47,6 @@ def check_gradients(
   wrt: nnx.filterlib.Filter = nnx.Param,
   seed: int = 0,
   directions: int | None = None,
-  by_group: bool = False,
   **constants: Hashable,
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
@@ -56,19 +54,18 @@ def check_gradients(
   For some layouts the program that XLA partitions is silently wrong: for example, the loss is right, but the
   gradient of a leaf is half the correct value. This function works on the mesh and at full size. It draws
   random directions of +1 and -1, and compares the product of the gradient with each direction with the
-  derivative of the loss along it in forward mode: first for all leaves together, with equal weights, and if
-  the two differ, for groups of equal layers and for single leaves. The model does not change, and is not
-  copied.
+  derivative of the loss along it in forward mode, for each group of equal layers, and where the two differ,
+  for each leaf of the group. That is a forward derivative, about twice a loss, for each group and direction.
+  The model does not change, and is not copied.
 
   The gradient is that of a `jax.jit` of your own, without `train_step`. Forward mode gathers the parameters
   where the loss reads them (`nxp.parallel.gather_on_read`), so that the layout cannot make it wrong too. To
   check the program of a step, call `step.check_gradients`.
 
-  It can miss an error that is, by chance, nearly orthogonal to the directions. If the gradient of one leaf of
-  100 is twice too large, it passes in float32 once in 600 checks. In bfloat16 the rounding of other leaves
-  may hide the error: then `by_group` compares each group of equal layers. Gradients below 1e-4 (in bfloat16
-  2e-2) of the total norm have less weight, since they may be zero except for rounding. Rules of
-  `jax.custom_jvp` are not checked, and neither are rules of `jax.custom_vjp` whose function rounds.
+  It can miss an error that is, by chance, nearly orthogonal to the directions, or that only a few of many
+  equal layers have, in bfloat16. Gradients below 1e-4 (in bfloat16 2e-2) of the total norm are measured
+  against that, since they may be zero except for rounding. Rules of `jax.custom_jvp` are not checked, and
+  neither are rules of `jax.custom_vjp` whose function rounds.
 
   Args:
     model: a live module; or a tuple or dict of modules, which is passed to the loss function as it is.
@@ -76,9 +73,7 @@ def check_gradients(
     loss_fn: as for `train_step`.
     wrt: a filter for the Variables to differentiate.
     seed: the seed of the directions.
-    directions: the number of directions; by default 1, or 2 if the loss computes in less than float32.
-    by_group: whether to compare each group of equal layers, too. This costs one forward derivative for each
-      group and direction. Use it in bfloat16, where the rounding of many leaves can hide one wrong leaf.
+    directions: the number of directions; by default 2, or 4 if the loss computes in less than float32.
     **constants: keyword arguments of the loss function, as in a call of a step.
 
   Returns:
@@ -104,7 +99,7 @@ def check_gradients(
     )
   loss: Any = StepOptions(loss_fn).with_constants(constants).loss_fn
   check_arrays(TrainError, "batch", batch)
-  return check_subject(subject_of(model, batch, loss, wrt), seed, directions, by_group=by_group)
+  return check_subject(subject_of(model, batch, loss, wrt), seed, directions)
 
 
 def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
@@ -131,44 +126,44 @@ class Looks:
     self.subject = subject
     self.arrays = subject.arrays
     self.dtype = coarsest(subject.trace, jax.default_backend())
-    count = directions or (1 if jnp.finfo(self.dtype).bits >= 32 else 2)
-    # If something is wrong, more directions decide, and say whether one factor explains it.
-    self.first = count
-    self.seeds = [np.uint32((seed * 2**16 + n) % 2**32) for n in range(2 * count)]
-    self.tolerance, self.closer = _TOLERANCE[self.dtype], _CLOSER[self.dtype]
+    count = directions or (2 if jnp.finfo(self.dtype).bits >= 32 else 4)
+    self.seeds = [np.uint32((seed * 2**16 + n) % 2**32) for n in range(count)]
+    self.tolerance = _TOLERANCE[self.dtype]
     loss, rows = subject.reverse(self.arrays, subject.batch, np.array(self.seeds))
     self.loss, rows = float(loss), np.asarray(rows, np.float64)
     self.norms, self.products = rows[0], rows[1:]
     self.total = math.hypot(*self.norms[np.isfinite(self.norms)]) or abs(self.loss) or 1.0
     self.floor = _FLOOR[self.dtype] * self.total
-    self.factors, self.sizes = _weights(self.norms, self.floor)
     self.loss_forward, self.cannot = math.nan, ""
     try:
-      self.subject.forward.trace(self.arrays, subject.batch, self.seeds[0], self.factors.astype(np.float32))
+      subject.forward.trace(self.arrays, subject.batch, self.seeds[0], np.zeros_like(self.norms, np.float32))
     except (TypeError, ValueError, NotImplementedError) as error:
       # The reverse program was traced before, so this is about forward mode.
       self.cannot = str(error).split("\n")[0]
 
-  def look(self, name: str, chosen: Sequence[int], *, closer: bool = False) -> GradientComparison:
-    """Compares the derivatives along directions in the chosen leaves; a closer look uses all directions."""
-    which = list(chosen)
-    factors = np.zeros(len(self.factors))
-    factors[which] = self.factors[which]
-    size = math.hypot(*(factors * self.sizes)[which])
-    count = len(self.seeds) if closer else self.first
-    forward = np.array([self._slope(seed, factors) for seed in self.seeds[:count]])
-    reverse = np.nansum(np.where(factors, self.products[:count] * factors, 0.0), axis=1)
+  def weigh(self, chosen: list[int]) -> tuple[np.ndarray, float]:
+    """The factor of each leaf's direction, by which the chosen gradients weigh the same, and their norm."""
+    sizes = np.maximum(self.norms, self.floor)[chosen]
+    # Powers of two, which every floating dtype multiplies without rounding; at most 1, for float16.
+    factors = np.zeros_like(self.norms, np.float32)
+    factors[chosen] = 2.0 ** -np.round(np.log2(sizes / sizes.min()))
+    return factors, math.hypot(*(factors[chosen] * sizes))
+
+  def look(self, name: str, which: list[int]) -> GradientComparison:
+    """Compares the derivatives along directions in the chosen leaves."""
+    factors, size = self.weigh(which)
+    runs = [self.subject.forward(self.arrays, self.subject.batch, seed, factors) for seed in self.seeds]
+    self.loss_forward = float(runs[0][0])
+    forward, reverse = np.array([float(slope) for _, slope in runs]), self.products @ factors
     difference = math.sqrt(np.mean((reverse - forward) ** 2)) / size
     labels = tuple(self.subject.leaves[n][0] for n in which)
     one = factors[which[0]] if len(which) == 1 else size
     slopes = [tuple((x / one).tolist()) for x in (reverse, forward)]
     found = GradientComparison(name, labels, slopes[0], slopes[1], difference, "right")
-    if difference <= (self.closer if closer else self.tolerance):
+    if difference <= self.tolerance:
       return found
     verdict, why, factor = "wrong", "", found.factor if len(which) == 1 else None
-    if self.cannot:
-      verdict, why = "not decided", "no forward mode"
-    elif difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
+    if difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
       verdict, why = "not decided", "perhaps zero but for rounding"
     elif not any(found.reverse):
       why = "the gradient is 0, and the derivative is not"
@@ -176,18 +171,9 @@ class Looks:
       why = f"{factor:.3g} times the derivative"
     return dataclasses.replace(found, verdict=verdict, why=why)
 
-  def _slope(self, seed: np.uint32, factors: np.ndarray) -> float:
-    if self.cannot:
-      return math.nan
-    loss, slope = self.subject.forward(self.arrays, self.subject.batch, seed, factors.astype(np.float32))
-    self.loss_forward = float(loss)
-    return float(slope)
 
-
-def check_subject(
-  subject: Subject, seed: int = 0, directions: int | None = None, *, by_group: bool = False
-) -> GradientCheck:
-  """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
+def check_subject(subject: Subject, seed: int = 0, directions: int | None = None) -> GradientCheck:
+  """Compares each group of equal layers, then its leaves if the derivatives differ; see `check_gradients`."""
   with subject.places.active():
     check_examples(subject.batch)
     looks = Looks(subject, seed, directions)
@@ -197,7 +183,7 @@ def check_subject(
       for (name, _, _), norm in zip(leaves, looks.norms, strict=True)
       if not math.isfinite(norm)
     ]
-    found = lost or _look(looks, by_group)  # where some are lost, the others tell nothing
+    found = lost or _look(looks)  # where some are lost, the others tell nothing
   wrong = {look.leaves for look in found if not look}
   losses, verdict = {"with the gradient": looks.loss}, "not decided"
   if not math.isnan(looks.loss_forward):
@@ -215,42 +201,36 @@ def check_subject(
     losses=losses,
     loss_verdict=verdict,
     tolerance=looks.tolerance,
-    closer=looks.closer,
     dtype=looks.dtype,
     layouts={name: where.spec for name, where, _ in leaves if where is not None and (name,) in wrong},
     mesh={axis: size for axis, size in axis_sizes(mesh).items() if size > 1},
     batch=batch_axes_of(subject.batch),
     not_checked=(f"the gradients: forward mode cannot compute this loss: {why}",) if why else (),
-    notes=() if lost or why else tuple(_notes(looks, found[0])),
+    notes=() if lost or why else tuple(_notes(looks, found)),
     fix=fix,
   )
 
 
-def _look(looks: Looks, by_group: bool) -> list[GradientComparison]:
+def _look(looks: Looks) -> list[GradientComparison]:
   leaves = looks.subject.leaves
-  first = looks.look("all", range(len(leaves)))
-  if first.verdict == "not decided" or (first and not by_group):
-    return [first]
-  if len(leaves) == 1:
-    return [first if first else looks.look(leaves[0][0], [0], closer=True)]
+  if looks.cannot:
+    names, nan = tuple(name for name, *_ in leaves), (math.nan,)
+    return [GradientComparison("all", names, nan, nan, math.nan, "not decided", "no forward mode")]
   found: list[GradientComparison] = []
-  for name, group in _groups(leaves):
-    together = looks.look(name, group, closer=True)
-    found.append(together)
-    if not together and len(group) > 1:
-      found += [looks.look(leaves[n][0], [n], closer=True) for n in group]
-  if not first and first.difference <= looks.closer and all(found):
-    first = dataclasses.replace(first, verdict="not decided", why="no single group is wrong")
-  return [first, *found]
+  for name, group in groups(leaves):
+    found.append(looks.look(name, group))
+    if not found[-1] and len(group) > 1:
+      found += [looks.look(leaves[n][0], [n]) for n in group]
+  return found
 
 
-def _notes(looks: Looks, first: GradientComparison) -> list[str]:
+def _notes(looks: Looks, found: Sequence[GradientComparison]) -> list[str]:
   """The remarks that a table does not contain."""
   notes: list[str] = []
   if words := [name for name, rounds in looks.subject.rules.items() if rounds]:
     notes.append(f"{few(words)}: rounds, so that its reverse rule is taken at its word")
   silent = [leaf[0] for leaf, norm in zip(looks.subject.leaves, looks.norms, strict=True) if norm == 0]
-  if silent and first:
+  if silent and all(found):
     notes.append(f"{few(silent)}: no gradient, by either mode: the loss does not depend on it, or stops it")
   return notes
 
@@ -271,19 +251,7 @@ def _fix(subject: Subject) -> str:
   )
 
 
-def _weights(norms: np.ndarray, floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray]:
-  """The factor of each direction, and the norm that each gradient is measured against."""
-  # Gradients weigh the same, but less below the floor: the rounding of a zero gradient (a bias before a norm)
-  # must not hide others. One that is exactly zero was stopped, and weighs in full.
-  finite = np.isfinite(norms)
-  sizes = np.where(finite, np.maximum(norms, floor), 1.0)
-  wanted = np.where((norms < floor) & (norms > 0), norms / floor**2, 1 / sizes)
-  # Powers of two, by which every floating dtype multiplies without rounding.
-  factors = np.where(finite, 2.0 ** np.round(np.log2(wanted)), 0.0)
-  return factors / (factors.max() or 1.0), sizes  # at most 1: nothing overflows in float16
-
-
-def _groups(leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]]) -> list[tuple[str, list[int]]]:
+def groups(leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]]) -> list[tuple[str, list[int]]]:
   """The positions of corresponding leaves of equal layers, with a name for them."""
   found: dict[tuple[Any, ...], list[int]] = {}
   for n, (name, where, array) in enumerate(leaves):

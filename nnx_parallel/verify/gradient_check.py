@@ -56,13 +56,11 @@ class GradientCheck(Shown):
   """The result of `check_gradients`. It prints as a table, and is true if nothing is wrong.
 
   Attributes:
-    comparisons: the comparisons, in order: all leaves at once, then groups and single leaves where they
-      differ.
+    comparisons: the comparisons: one for each group of equal layers, and for each leaf of a wrong group.
     losses: the loss that each program computed, by the name of the program.
     loss_verdict: whether the losses agree with a program that the compiler need not partition; `"not
       decided"` if there is no such program.
-    tolerance: the largest `difference` over all leaves together that counts as right, in this dtype.
-    closer: the largest `difference` over a group of leaves or a single leaf that counts as right.
+    tolerance: the largest `difference` that counts as right, in this dtype.
     dtype: the coarsest floating dtype in which the loss computes.
     layouts: dotted path -> spec, for the leaves whose gradients are wrong.
     mesh: mesh axis name -> size in devices.
@@ -76,7 +74,6 @@ class GradientCheck(Shown):
   losses: dict[str, float]
   loss_verdict: Verdict
   tolerance: float
-  closer: float
   dtype: str
   layouts: dict[str, Any]
   mesh: dict[str, int]
@@ -98,9 +95,12 @@ class GradientCheck(Shown):
   @property
   def summary(self) -> str:
     """One line of text with the verdict on the gradients and the values that were not checked."""
-    count = len({leaf for look in self.comparisons for leaf in look.leaves})
-    verdict = "right" if all(look.verdict == "right" for look in self.comparisons) else "not decided"
-    said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"
+    leaves = {leaf: look.verdict for look in self.comparisons for leaf in look.leaves}
+    undecided = [leaf for leaf, verdict in leaves.items() if verdict == "not decided"]
+    right = len(leaves) - len(undecided)
+    said = f"the gradients of {right} leaves are right, to {self.tolerance:.0e} ({self.dtype})"
+    if undecided:
+      said += f", and of {few(undecided)} not decided"
     if not self:
       said = f"wrong gradients: {few(self.wrong)}" if self.wrong else "the loss is wrong"
     return "; ".join([said, *(f"not checked: {text}" for text in self.not_checked)])
@@ -126,8 +126,7 @@ class GradientCheck(Shown):
       rows.append((look.name, str(len(look.leaves)), *slopes, verdict))
     header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
     split = f", batch over {'+'.join(self.batch)}" if self.batch else ""
-    limits = f"tolerance {self.tolerance:.0e}, by leaf {self.closer:.0e} ({self.dtype})"
-    lines = [f"mesh {format_mesh(self.mesh)}{split}; {limits}"]
+    lines = [f"mesh {format_mesh(self.mesh)}{split}; tolerance {self.tolerance:.0e} ({self.dtype})"]
     lines += [text_table(header, rows, right=(1, 2, 3, 4), wrap=(5,))]
     mark = ": wrong" if self.loss_verdict == "wrong" else ""
     lines.append("loss " + ", ".join(f"{value:.5g} {name}" for name, value in self.losses.items()) + mark)

@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import nnx_parallel as nxp
+from nnx_parallel.attention.tiling import call_equation
 from nnx_parallel.core import jaxprs
 from nnx_parallel.core.jaxprs import open_jaxpr
 
@@ -170,7 +171,7 @@ def test_rules_in_a_shard_map_are_left_out():
 def test_a_call_computes_variables_of_a_trace():
   trace = jax.make_jaxpr(lambda x: jnp.exp(jnp.sin(x) * 2))(X)
   sine, double, power = trace.eqns
-  new = jaxprs.call_equation(lambda x: [jnp.cos(x) * 3], sine.invars, double.outvars, double)
+  new = call_equation(lambda x: [jnp.cos(x) * 3], sine.invars, double.outvars, double)
   changed = open_jaxpr(trace).replace(eqns=[new, power])
   np.testing.assert_allclose(jaxprs.as_function(changed)(X)[0], jnp.exp(3 * jnp.cos(X)), rtol=1e-6)
   assert jaxprs.place_of(new) == jaxprs.place_of(double)
@@ -212,11 +213,3 @@ def test_weak_types_are_traced_again():
 def test_bytes_of_arrays():
   assert jaxprs.nbytes(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16)) == 24
   assert jaxprs.nbytes(np.float64(1)) == 8
-
-
-def test_a_hidden_dim_of_vmap_is_seen():
-  seen = []
-  jax.vmap(lambda x, y: seen.extend(map(jaxprs.is_batched, (x, y))) or x, in_axes=(0, None))(X, X)
-  jax.jit(lambda x: seen.append(jaxprs.is_batched(x)) or x)(X)
-  jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, seen.append(jaxprs.is_batched(row))), 0, x))(X)
-  assert seen == [True, False, False, False]

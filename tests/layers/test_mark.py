@@ -15,7 +15,7 @@ import nnx_parallel as nxp
 from layers.nets import Layer, Net, X, host_arrays, in_turn, loss, names, same, trace
 from nnx_parallel.core.jaxprs import equations, is_marked
 from nnx_parallel.layers.layers import LayerOptions
-from nnx_parallel.layers.mark import marked
+from nnx_parallel.layers.mark import is_batched, marked
 from nnx_parallel.layers.stacks import Stacks
 
 
@@ -482,3 +482,11 @@ def test_a_tower_is_a_pipeline():
       return net(x)
 
   assert Stacks(jax.make_jaxpr(marked)(X)).largest().name == "a.layers.0 to a.layers.3"
+
+
+def test_a_hidden_dim_of_vmap_is_seen():
+  seen = []
+  jax.vmap(lambda x, y: seen.extend(map(is_batched, (x, y))) or x, in_axes=(0, None))(X, X)
+  jax.jit(lambda x: seen.append(is_batched(x)) or x)(X)
+  jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, seen.append(is_batched(row))), 0, x))(X)
+  assert seen == [True, False, False, False]

@@ -9,8 +9,8 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from layout.models import LM
-from nnx_parallel.layout.show.diff import assert_golden_plan
 from nnx_parallel.report.compile_report import state_categories
+from nnx_parallel.testing import assert_golden_plan
 
 MLP = nxp.LogicalRules.first("tensor", None)
 RULES = [

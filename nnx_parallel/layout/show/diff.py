@@ -1,22 +1,15 @@
-"""The difference of two plans, and golden plans for tests."""
+"""The difference of two plans."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
-from pathlib import Path as File
 
-from nnx_parallel.core.checked import check_arguments
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import Shown, format_array, format_bytes, format_spec, number_pattern, text_table
-from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.table import PlanTable
-
-UPDATE = "NNX_PARALLEL_UPDATE_GOLDEN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +63,7 @@ def diff(before: PlanTable, after: PlanTable) -> PlanDiff:
   changes: list[Change] = []
   for name, leaf in old.items():
     if name in new:
-      pairs = zip(_layout(leaf).items(), _layout(new[name]).values(), strict=True)
+      pairs = zip(layout_of(leaf).items(), layout_of(new[name]).values(), strict=True)
       changes += [Change(name, field, a, b) for (field, a), b in pairs if a != b]
   meshes = axis_sizes(before.mesh), axis_sizes(after.mesh)
   return PlanDiff(
@@ -82,7 +75,8 @@ def diff(before: PlanTable, after: PlanTable) -> PlanDiff:
   )
 
 
-def _layout(leaf: LeafPlan) -> dict[str, str]:
+def layout_of(leaf: LeafPlan) -> dict[str, str]:
+  """All that two plans compare of a leaf, as text."""
   return {
     "array": format_array(leaf.dtype, leaf.shape),
     "type": leaf.kind,
@@ -91,52 +85,3 @@ def _layout(leaf: LeafPlan) -> dict[str, str]:
     "memory": leaf.memory_kind or "default",
     "tied to": ", ".join(map(path_str, leaf.aliases)) or "-",
   }
-
-
-def golden_text(plan: PlanTable) -> str:
-  """Only the layout, one readable line for each leaf: the content of golden files."""
-  mesh = " ".join(f"{axis}={size}" for axis, size in axis_sizes(plan.mesh).items())
-  rows = [f"{leaf.name}: {'  '.join(v for v in _layout(leaf).values() if v != '-')}" for leaf in plan.leaves]
-  held = f"{plan.bytes_per_device()} bytes per device"
-  return "\n".join([f"mesh {mesh}", *rows, held, ""])
-
-
-@check_arguments(PlanError)
-def assert_golden_plan(plan: PlanTable, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
-  """Fails if the layout of a plan differs from the layout in a file that you keep with your tests.
-
-  Types, shapes, dtypes, specs, padding and bytes are compared; reasons and rules may change.
-
-  Args:
-    plan: the plan to check.
-    file: the text file, for example `tests/golden/llama_fsdp.txt`.
-    update: whether to write the file instead of comparing; by default, only if the environment variable
-      `NNX_PARALLEL_UPDATE_GOLDEN` is `1`.
-
-  Raises:
-    AssertionError: the layout differs (the message shows the lines that differ), or the file does not exist.
-
-  Example:
-    >>> import tempfile, nnx_parallel as nxp
-    >>> from flax import nnx
-    >>> from nnx_parallel.layout.show.diff import assert_golden_plan
-    >>> init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...   assert_golden_plan(plan, f"{folder}/linear.txt", update=True)
-    ...   assert_golden_plan(plan, f"{folder}/linear.txt")
-  """
-  target, now = File(file), golden_text(plan)
-  if os.environ.get(UPDATE) == "1" if update is None else update:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(now)
-    return
-  how = f"If that is meant, write it with {UPDATE}=1 and read the difference in review."
-  if not target.exists():
-    raise AssertionError(f"the golden plan {target} does not exist. {how}")
-  lines = difflib.unified_diff(
-    target.read_text().splitlines(), now.splitlines(), str(target), "this plan", lineterm="", n=0
-  )
-  changes = "\n".join(lines)
-  if changes:
-    raise AssertionError(f"the layout differs from the golden layout:\n{changes}\n{how}")
