@@ -322,6 +322,7 @@ def assert_golden_plan(plan: nxp.Plan, file: str | os.PathLike[str], *, update: 
     ...   assert_golden_plan(plan, f"{folder}/linear.txt", update=True)
     ...   assert_golden_plan(plan, f"{folder}/linear.txt")
   """
+  check_plan(plan, 'assert_golden_plan(plan, "tests/golden/llama_fsdp.txt")')
   target, now = File(file), _golden_text(plan)
   if os.environ.get(_UPDATE) == "1" if update is None else update:
     target.parent.mkdir(parents=True, exist_ok=True)
