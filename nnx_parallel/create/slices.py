@@ -17,7 +17,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -169,9 +169,9 @@ def lower_slice(found: Cut, one: Slice, shardings: Sequence[NamedSharding]) -> j
   def run(*arrays: jax.Array) -> jax.Array:
     values: dict[Var, jax.Array] = {}
     for var, array in zip(one.inputs, arrays, strict=True):
-      # Keys come as numbers, which jax places in a third of the time.
-      impl: Any = key_implementation(var.aval.dtype) if is_key(var.aval.dtype) else None
-      values[var] = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+      if is_key(var.aval.dtype):  # it comes as numbers, which jax places in a third of the time
+        array = jax.random.wrap_key_data(array, impl=cast(Any, key_implementation(var.aval.dtype)))
+      values[var] = array
     walk(one.operations, values, _run_alone)
     return read(result, values)
 

@@ -90,6 +90,7 @@ def test_a_golden_plan_is_written_compared_and_its_difference_shown(tmp_path, mo
   assert_golden_plan(lm_plan(), file)
   monkeypatch.delenv("NNX_PARALLEL_UPDATE_GOLDEN")
   assert_golden_plan(lm_plan(), file)
+  assert_golden_plan(nxp.Plan.from_json(lm_plan().to_json()), file)  # it has no constructor
   said = "embed.embedding: float32[61,8]  Param  (tensor+data, fsdp)  [64,8]  default  head"
   assert said in file.read_text()
   other = lm_plan(rules=[nxp.LogicalRules(embed=None, mlp="tensor", vocab=None)])
