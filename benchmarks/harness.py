@@ -206,7 +206,7 @@ class Record:
     if not chosen:
       print("no case has this part in its name, or its compiler is not installed: no record is written")
     order = {group: place for place, group in enumerate(groups)}
-    self.rows += [row for row in self._written() if row["group"] in order.keys() - {*chosen}]
+    self.rows += [row for row in self.written() if row["group"] in order.keys() - {*chosen}]
     for group in chosen:
       groups[group]()
       self.rows.sort(key=lambda row: order[row["group"]])
@@ -215,9 +215,9 @@ class Record:
   def keep_other_groups(self) -> None:
     """Adds the rows last written of groups that this run does not have."""
     groups = {row["group"] for row in self.rows}
-    self.rows += [row for row in self._written() if row["group"] not in groups]
+    self.rows += [row for row in self.written() if row["group"] not in groups]
 
-  def _written(self) -> list[dict[str, Any]]:
+  def written(self) -> list[dict[str, Any]]:
     """The rows last written; `measured` says when each was, since the record has the date of the new rows."""
     path = RESULTS / f"{self.name}.json"
     last = json.loads(path.read_text()) if path.exists() else {"rows": []}

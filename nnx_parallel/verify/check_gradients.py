@@ -141,7 +141,7 @@ class Looks:
       # The reverse program was traced before, so this is about forward mode.
       self.cannot = str(error).split("\n")[0]
 
-  def weigh(self, chosen: list[int]) -> tuple[np.ndarray, float]:
+  def _weigh(self, chosen: list[int]) -> tuple[np.ndarray, float]:
     """The factor of each leaf's direction, by which the chosen gradients weigh the same, and their norm."""
     sizes = np.maximum(self.norms, self.floor)[chosen]
     # Powers of two, which every floating dtype multiplies without rounding; at most 1, for float16.
@@ -151,7 +151,7 @@ class Looks:
 
   def look(self, name: str, which: list[int]) -> GradientComparison:
     """Compares the derivatives along directions in the chosen leaves."""
-    factors, size = self.weigh(which)
+    factors, size = self._weigh(which)
     runs = [self.subject.forward(self.arrays, self.subject.batch, seed, factors) for seed in self.seeds]
     self.loss_forward = float(runs[0][0])
     forward, reverse = np.array([float(slope) for _, slope in runs]), self.products @ factors
@@ -217,7 +217,7 @@ def _look(looks: Looks) -> list[GradientComparison]:
     names, nan = tuple(name for name, *_ in leaves), (math.nan,)
     return [GradientComparison("all", names, nan, nan, math.nan, "not decided", "no forward mode")]
   found: list[GradientComparison] = []
-  for name, group in groups(leaves):
+  for name, group in _groups(leaves):
     found.append(looks.look(name, group))
     if not found[-1] and len(group) > 1:
       found += [looks.look(leaves[n][0], [n]) for n in group]
@@ -251,7 +251,7 @@ def _fix(subject: Subject) -> str:
   )
 
 
-def groups(leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]]) -> list[tuple[str, list[int]]]:
+def _groups(leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]]) -> list[tuple[str, list[int]]]:
   """The positions of corresponding leaves of equal layers, with a name for them."""
   found: dict[tuple[Any, ...], list[int]] = {}
   for n, (name, where, array) in enumerate(leaves):
